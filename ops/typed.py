@@ -179,10 +179,14 @@ EVERYWHERE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How an unknown key is answered: every legal dotted name, and names of other programs with ours."""
+    """How an unknown key or value is answered: every legal dotted name, and names of other programs with ours."""
 
     known: tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    done_otherwise: Mapping[str, str] = field(
+        default_factory=dict
+    )  # names that have none of ours: what is done instead
+    values: Mapping[str, str] = field(default_factory=dict)  # a setting: what else is said of a value it does not take
     others: bool = False  # unknown keys are passed over: files that other programs make, too
 
     def nearest(self, path: str, siblings: Sequence[str]) -> str:
@@ -239,8 +243,10 @@ def _broken(message: str, children: Mapping[str, Node], path: str, section: Node
 
 
 def _unknown(full: str, node: Node, names: Names, siblings: list[str]) -> str:
+    parent, _, leaf = full.rpartition(".")
+    if leaf in names.done_otherwise:
+        return f"unknown key {full}{node.at()}; {names.done_otherwise[leaf]}"
     meant = names.nearest(full, siblings)
-    parent = full.rpartition(".")[0]
     remedy = f"did you mean {meant}?" if meant else f"{parent or 'the top level'} has {', '.join(sorted(siblings))}."
     return f"unknown key {full}{node.at()}; {remedy}"
 
@@ -251,7 +257,7 @@ def _value(kind: object, node: Node, names: Names, path: str) -> object:
     if origin in (Union, types.UnionType):
         return _union(kind, node, names, path)
     if origin is Literal:
-        return _choice(get_args(kind), node, path)
+        return _choice(get_args(kind), node, path, names.values.get(path, ""))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return build(kind, node, names, path)
     if origin in (tuple, list, Sequence) or kind in (tuple, list):
@@ -323,8 +329,8 @@ def _float(node: Node, path: str) -> float:
     return number
 
 
-def _choice(choices: Sequence[object], node: Node, path: str) -> object:
-    """The node's value, which must be one of `choices`."""
+def _choice(choices: Sequence[object], node: Node, path: str, others: str = "") -> object:
+    """The node's value, which must be one of `choices`. `others`: a sentence on values that it does not take."""
     if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
         return node.value
     if isinstance(node.value, bool) and (word := "on" if node.value else "off") in choices:
@@ -332,7 +338,8 @@ def _choice(choices: Sequence[object], node: Node, path: str) -> object:
     close = difflib.get_close_matches(str(node.value), [str(choice) for choice in choices], n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     expected = ", ".join(map(str, choices))
-    raise ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected one of {expected}{hint}")
+    why = f" {others}" if others else ""
+    raise ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected one of {expected}{hint}{why}")
 
 
 def _union(kind: object, node: Node, names: Names, path: str) -> object:

@@ -20,7 +20,7 @@ import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
 from app.settings.attention_table import with_attention_table
-from app.settings.elsewhere import ELSEWHERE
+from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES
 from app.settings.files import override, read
 from app.settings.prompts import with_prompts_of_file
 from app.settings.rules import (
@@ -93,8 +93,9 @@ class RunConfig:
 
 
 def names() -> Names:
-    """Every key of a run config, and what other programs call them."""
-    return Names(known=tuple(dotted_names(RunConfig)), elsewhere=ELSEWHERE)
+    """Every key of a run config, what other programs call them, and what they have besides."""
+    known = tuple(dotted_names(RunConfig))
+    return Names(known=known, elsewhere=ELSEWHERE, done_otherwise=DONE_OTHERWISE, values=VALUES)
 
 
 def check_read(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Names of settings that users bring from other trainers, and where ours stand."""
+"""Names of settings that users bring from other trainers: where ours stand, or what is done in place of one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ ELSEWHERE = {
     "run_name": "run.name",
     "output_name": "run.name",
     "tracker_name": "run.name",
+    "wandb_run_name": "run.name",
+    "wandb_name": "run.name",
     "resume_from_checkpoint": "the command line option --resume",
     "resume": "the command line option --resume",
     "load": "train.init_from",
@@ -60,6 +62,8 @@ ELSEWHERE = {
     "weight_decay": "train.optimizer.weight_decay",
     "adam_eps": "train.optimizer.adam_eps",
     "ema_decay": "train.optimizer.ema_decay",
+    "use_ema": "train.optimizer.ema_decay",
+    "optimizer_args": "train.optimizer (betas, adam_eps and weight_decay)",
     "mixed_precision": "train.autocast",
     "dtype": "train.autocast",
     "allow_tf32": "train.tf32",
@@ -76,6 +80,14 @@ ELSEWHERE = {
     "vae_tiling": "model.vae.tiling",
     "enable_tiling": "model.vae.tiling",
     "vae_dtype": "model.vae.dtype",
+    "vae_path": "model.vae.path",
+    "text_encoder": "model.text.path",
+    "text_encoder_path": "model.text.path",
+    "t5_path": "model.text.path",
+    "llm_path": "model.text.path",
+    "max_sequence_length": "model.text.max_length",
+    "save_precision": "the command line option --dtype of heddle export",
+    "save_dtype": "the command line option --dtype of heddle export",
     "lora_rank": "model.dit.lora_rank",
     "rank": "model.dit.lora_rank",
     "linear": "model.dit.lora_rank",
@@ -114,8 +126,8 @@ ELSEWHERE = {
     "num_ar_buckets": "data.buckets.ratios",
     "bucket_no_upscale": "data.buckets.undersize",
     "source_fps": "data.fps",
-    "frame_extraction": "data.start_frame",
-    "video_clip_mode": "data.start_frame",
+    "target_fps": "data.fps",
+    "fps": "data.fps (of clips; that of samples is sample.fps)",
     "dataset": "data.sources",
     "dataset_config": "data.sources",
     "data_root": "data.sources",
@@ -132,14 +144,25 @@ ELSEWHERE = {
     "caption_ext": "data.sources (caption of each)",
     "caption_extension": "data.sources (caption of each)",
     "caption_column": "data.sources (caption of each)",
+    "caption_prefix": "data.sources (caption_prefix of each)",
+    "trigger_word": "data.sources (caption_prefix of each)",
+    "id_token": "data.sources (caption_prefix of each)",
+    "default_caption": "data.sources (default_caption of each)",
+    "class_tokens": "data.sources (default_caption of each)",
+    "instance_prompt": "data.sources (default_caption of each)",
+    "skip_empty_caption": "data.sources (default_caption of each)",
     "cache_directory": "data.cache.path",
     "cached_video": "data.cache.path",
     "cached_text": "data.cache.path",
     "cache_latents_to_disk": "data.cache.path",
+    "cache_text_encoder_outputs": "data.cache.path",
+    "cache_text_encoder_outputs_to_disk": "data.cache.path",
     "enable_precomputation": "data.cache.path",
     "batch_size": "data.batch",
     "train_batch_size": "data.batch",
     "micro_batch_size_per_gpu": "data.batch",
+    "micro_batch_size": "data.batch",
+    "global_batch_size": "data.items_per_step (batches of a step, on however many workers; data.batch sizes each)",
     "gradient_accumulation_steps": "data.items_per_step",
     "flow_shift": "train.flow.flow_shift",
     "discrete_flow_shift": "train.flow.flow_shift",
@@ -147,11 +170,15 @@ ELSEWHERE = {
     "validation_timestep_shift": "sample.flow_shift",
     "sample_shift": "sample.flow_shift",
     "shift": "train.flow.flow_shift",
+    "min_t": "train.flow.min_timestep (a time of num_train_timesteps: 0.875 is 875)",
+    "max_t": "train.flow.max_timestep (a time of num_train_timesteps: 0.875 is 875)",
     "timestep_sampling": "train.flow.weighting_scheme",
     "timestep_sample_method": "train.flow.weighting_scheme",
     "mode_scale": "train.flow.mode_scale",
     "weighting_scheme": "train.flow.weighting_scheme",
     "training_cfg_rate": "data.caption_dropout",
+    "caption_dropout_rate": "data.caption_dropout",
+    "caption_dropout_p": "data.caption_dropout",
     "validation_prompts": "sample.prompts",
     "sample_prompts": "sample.prompts",
     "validation_steps": "sample.every",
@@ -169,6 +196,8 @@ ELSEWHERE = {
     "ulysses_size": "planner.degrees",
     "ulysses_degree": "planner.degrees",
     "cp_degree": "planner.degrees",
+    "ring_degree": "planner.degrees (which by planner.sequence auto need not divide the heads)",
+    "ring_size": "planner.degrees (which by planner.sequence auto need not divide the heads)",
     "num_workers": "workers.max (that decode: data.engine.decode_workers)",
     "dataset_num_workers": "data.engine.decode_workers",
     "dataloader_num_workers": "data.engine.decode_workers",
@@ -177,6 +206,65 @@ ELSEWHERE = {
     "world_size": "workers.max",
     "report_to": "track",
     "log_with": "track",
-    "wandb_project": "track",
+    "wandb_project": "track (wandb, which takes WANDB_PROJECT from the environment)",
+    "wandb_entity": "track (wandb, which takes WANDB_ENTITY from the environment)",
+    "tracker_project_name": "track (wandb, which takes WANDB_PROJECT from the environment)",
+    "log_tracker_name": "track (wandb, which takes WANDB_PROJECT from the environment)",
+    "use_wandb": "track",
+    "enable_wandb": "track",
+    "wandb": "track",
     "logging_dir": "track",
 }
+
+_SHARDED = (
+    "every worker has batches of its own, and the optimizer's state is always sharded over all workers; where weights "
+    "lie is train.memory.parameters."
+)
+_SPLIT = (
+    "layers and their matrices are not split over GPUs: a clip is, by its tokens (planner.degrees), and weights that "
+    "fit no GPU lie once in each node's memory (train.memory.parameters)."
+)
+_NO_DROPOUT = "LoRA is trained without dropout; captions are dropped by data.caption_dropout."
+_FRAMES = (
+    "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
+    "single_beginning) or from any (random, the default). Several parts of a video (chunk, slide, "
+    "multiple_overlapping) are rows of a table in data.sources, each with its start_frame and end_frame; frames spread "
+    "over a clip (uniform) come by a lower data.fps."
+)
+DONE_OTHERWISE = {
+    "tp_size": _SPLIT,
+    "tp_degree": _SPLIT,
+    "tensor_parallel_size": _SPLIT,
+    "pipeline_stages": _SPLIT,
+    "pp_degree": _SPLIT,
+    "dp_shard": _SHARDED,
+    "dp_replicate": _SHARDED,
+    "dp_shards": _SHARDED,
+    "zero_stage": _SHARDED,
+    "lora_dropout": _NO_DROPOUT,
+    "network_dropout": _NO_DROPOUT,
+    "frame_extraction": _FRAMES,
+    "video_clip_mode": _FRAMES,
+    "cache_only": (
+        "the cache of data.cache.path is filled by the steps of a run, each clip and caption when it is first trained; "
+        "no step waits for all of it."
+    ),
+    "framewise_flow_shift": (
+        "the shift is that of a clip: train.flow.flow_shift, or by its tokens, and so its frames, "
+        "train.flow.token_shift; a noise level for each frame is train.flow.frame_levels."
+    ),
+    "preserve_distribution_shape": (
+        "levels between train.flow.min_timestep and train.flow.max_timestep always keep the form of their density."
+    ),
+}
+"""Names of settings that have none here, and what is done instead."""
+
+VALUES = {
+    "train.optimizer.kind": (
+        "Optimizers with small states (in 8 bits, Lion, Adafactor, CAME) save memory that is not short here: AdamW's "
+        "is sharded over all workers, and lies in host memory where a GPU has no room for it (train.memory.state). "
+        "In place of one that finds its own rate or schedule (Prodigy, schedule-free) give "
+        "train.optimizer.learning_rate and train.optimizer.lr_scheduler."
+    ),
+}
+"""Settings with values that are not taken, and why they are not needed."""

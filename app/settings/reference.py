@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Union, get_args, get_origin
 
-from app.settings.elsewhere import ELSEWHERE
+from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE
 from ops.typed import ConfigError, as_plain, dataclasses_in
 
 if TYPE_CHECKING:
@@ -203,6 +203,8 @@ def chosen(sections: Sequence[Section], name: str) -> tuple[Section, ...]:
     (`flow_shift`), by the family that a section is for (`cogvideox`), or by the name that another trainer has for it.
     Raises ConfigError with the nearest name."""
     wanted = _without_places(name.strip(".")).lower()
+    if instead := DONE_OTHERWISE.get(wanted.rpartition(".")[2]):
+        raise ConfigError(f"{name} is no setting here; {instead}")
     theirs = ELSEWHERE.get(wanted.rpartition(".")[2], wanted).partition(" (")[0]
     if theirs.startswith(_OPTION):
         raise ConfigError(f"{name} is no setting here; it is {theirs}.")

@@ -16,7 +16,7 @@ from app.plan.dry_run import dry_run
 from app.run.launch import train
 from app.run.lock import FolderLock, lock_path
 from app.settings.config import RunConfig, from_here, names
-from app.settings.elsewhere import ELSEWHERE
+from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES
 from app.settings.notes import notes
 from app.settings.run_folder import prepare_run_dir, run_dir
 from app.settings.written_by import header
@@ -226,6 +226,67 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
     for foreign, ours in ELSEWHERE.items():
         named = ours.partition(" (")[0]
         assert named in known or ours.startswith("the command line option"), f"{foreign} -> {ours}"
+
+
+PEERS = (
+    "global_batch_size",
+    "micro_batch_size",
+    "fps",
+    "tp_size",
+    "ring_degree",
+    "dp_shard",
+    "dp_replicate",
+    "lora_dropout",
+    "network_dropout",
+    "trigger_word",
+    "cache_only",
+    "cache_text_encoder_outputs",
+    "save_precision",
+    "use_ema",
+    "target_fps",
+    "vae_path",
+    "text_encoder",
+    "max_sequence_length",
+    "optimizer_args",
+    "wandb_project",
+    "wandb_run_name",
+    "wandb_entity",
+    "min_t",
+    "max_t",
+    "caption_prefix",
+    "default_caption",
+    "class_tokens",
+    "frame_extraction",
+    "video_clip_mode",
+    "framewise_flow_shift",
+)
+
+
+@pytest.mark.parametrize("section", ["", "train.", "data."])
+def test_names_of_other_trainers_have_an_answer_wherever_they_stand(section: str) -> None:
+    for theirs in PEERS:
+        if f"{section}{theirs}" in names().known:
+            continue
+        with pytest.raises(ConfigError, match=rf"unknown key {section}{theirs} ") as caught:
+            RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"{section}{theirs}=1"])
+        answer = ELSEWHERE[theirs] if theirs in ELSEWHERE else DONE_OTHERWISE[theirs]
+        assert answer in str(caught.value)
+
+
+def test_what_is_said_of_names_and_values_without_a_setting_names_settings_that_exist() -> None:
+    known = set(names().known)
+    assert not ELSEWHERE.keys() & DONE_OTHERWISE.keys() and VALUES.keys() <= known
+    for theirs, sentence in {**DONE_OTHERWISE, **VALUES}.items():
+        named = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", sentence)
+        assert named and set(named) <= known, f"{theirs}: {sentence}"
+        assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("kind", ["prodigy", "AdamW8bit", "lion", "Adafactor", "came", "schedule_free"])
+def test_an_optimizer_that_is_not_there_is_answered_with_what_is_in_its_place(kind: str) -> None:
+    rule = r"expected one of adamw, muon[.;].* in host memory where a GPU has no room for it \(train\.memory\.state\)"
+    with pytest.raises(ConfigError, match=rule):
+        RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"train.optimizer.kind={kind}"])
 
 
 def test_a_run_directory_is_made_once(tmp_path: Path) -> None:

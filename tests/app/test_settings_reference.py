@@ -97,6 +97,8 @@ def test_what_is_unknown_is_answered_with_the_nearest() -> None:
         chosen(SECTIONS, "logitmean")
     with pytest.raises(ConfigError, match="heddle settings lists all"):
         chosen(SECTIONS, "qqqqq")
+    with pytest.raises(ConfigError, match="lora_dropout is no setting here; LoRA is trained without dropout"):
+        chosen(SECTIONS, "lora_dropout")
     with pytest.raises(ConfigError, match="resume is no setting here; it is the command line option --resume"):
         chosen(SECTIONS, "resume")
 
