@@ -65,7 +65,8 @@ class StepSample:
     index: int
     key: str  # source/epoch/row: the same on every run, worker and plan
     grid: tuple[int, int, int]  # token (t, h, w)
-    weight: float  # share of the step's loss if the clip decodes
+    weight: float  # share of the step's samples if the clip decodes
+    loss_weight: float = 1.0  # its loss counts times this, by its source
     expert: int = 0  # of several transformers, the number of the one that is trained on it
     frame_rate: float = 0.0  # of the clip (1/s), where the transformer takes it; 0: that of `model.dit.frame_rate`
     latent_key: str = ""  # names in the cache; empty without one
@@ -300,7 +301,7 @@ class StepReport:
     bad_weight: float = 0.0  # share of the step's samples that did not decode: with `weight` it is the whole step
     snapshot_s: float = 0.0  # for snapshots: copying the shard, or waiting until the last copy had ended
     bad_samples: tuple[str, ...] = ()
-    # (item, its share of the loss here, weight of its good samples)
+    # (item, its share of the loss here without its sources' loss_weight, weight of its good samples)
     item_losses: tuple[tuple[str, float, float], ...] = ()
     peak_tflops: float = 0.0  # of the worker's device in the run's precision; 0: not known
 

@@ -39,6 +39,7 @@ class DrawnItem:
     latent_keys: tuple[str, ...] = ()  # in the cache; (): there is none
     text_keys: tuple[str, ...] = ()
     frame_rates: tuple[float, ...] = ()  # of its clips (1/s), where the transformer takes that of each
+    loss_weights: tuple[float, ...] = ()  # of its clips' sources; (): all 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,8 @@ class StepItems:
             plan, unnamed = one.plan, ("",) * len(one.keys)
             grid, weight = geometry.token_grid(*sizes[plan.id]), share[plan.id] / total
             rates = one.frame_rates or (0.0,) * len(one.keys)
-            names = zip(one.keys, rates, one.latent_keys or unnamed, one.text_keys or unnamed, strict=True)
+            factors = one.loss_weights or (1.0,) * len(one.keys)
+            names = zip(one.keys, rates, factors, one.latent_keys or unnamed, one.text_keys or unnamed, strict=True)
             samples = tuple(
                 StepSample(
                     step=step,
@@ -86,12 +88,13 @@ class StepItems:
                     key=key,
                     grid=grid,
                     weight=weight,
+                    loss_weight=factor,
                     expert=plan.expert,
                     frame_rate=rate,
                     latent_key=latent_key,
                     text_key=text_key,
                 )
-                for i, (key, rate, latent_key, text_key) in enumerate(names)
+                for i, (key, rate, factor, latent_key, text_key) in enumerate(names)
             )
             items[plan.id] = StepItem(plan=plan, samples=samples)
         return StepItems(step=step, items=items)

@@ -64,6 +64,7 @@ class SourceConfig:
     # that of samples without a text; "": they are trained without a caption. null: they are refused as no_caption
     default_caption: str | None = None
     weight: float = 0.0  # 0 in all sources: shares follow the number of admitted samples
+    loss_weight: float = 1.0  # the loss of its samples counts times this: of a set of regularisation below 1
     filters: tuple[str, ...] = ()  # rules on index columns: "aesthetic_score >= 4.5"; what they refuse is counted
     shuffle_window: int = 8  # samples are shuffled within this many shards at a time, so reads stay near each other
     index: str = ""  # folder of the index; empty: beside the source, or in the user's cache
@@ -90,7 +91,9 @@ class SourceConfig:
             )
         if self.weight < 0:
             raise ValueError(f"data.sources weight {self.weight} of {self.path} is negative. Use 0..1.")
-        check_numbers("data.sources", self, weight=between(0, 1e9), shuffle_window=between(0))
+        check_numbers(
+            "data.sources", self, weight=between(0, 1e9), loss_weight=above(0, 1e6), shuffle_window=between(0)
+        )
         for name in ("caption_prefix", "default_caption"):
             _check_text(name, getattr(self, name))
         if self.shuffle_window < 1:

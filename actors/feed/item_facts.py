@@ -20,6 +20,7 @@ class ItemFacts:
     geometry: Geometry
     encoders: Encoders
     experts: ExpertDraw
+    loss_weights: tuple[float, ...] = ()  # of the sources; (): all 1
     own_rates: bool = False  # the transformer takes the frame rate of each clip, which clips keep
 
     def drawn(self, item: DataItem, names: CacheNames, cached: tuple[Module, ...]) -> DrawnItem:
@@ -38,4 +39,11 @@ class ItemFacts:
         )
         keys = tuple(sample.draw for sample in item.samples)
         rates = tuple(clip.fps for clip in item.job.clips) if self.own_rates else ()
-        return DrawnItem(plan=plan, keys=keys, latent_keys=names.latents, text_keys=names.texts, frame_rates=rates)
+        return DrawnItem(
+            plan=plan,
+            keys=keys,
+            latent_keys=names.latents,
+            text_keys=names.texts,
+            frame_rates=rates,
+            loss_weights=tuple(self.loss_weights[s.source] for s in item.samples) if self.loss_weights else (),
+        )

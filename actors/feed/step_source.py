@@ -306,9 +306,11 @@ def item_facts(
     """Facts about the items of a run with these settings and this resolved model."""
     named = bool(data.cache.path)
     device = "cuda" if named and uses_gpu(workers) else "cpu"  # a name alone says which
+    factors = tuple(source.loss_weight for source in data.sources)
     return ItemFacts(
         geometry=geometry,
         encoders=Encoders.of(model, device, named=named),
         experts=ExpertDraw.of(model.dit, train, geometry),
+        loss_weights=factors if set(factors) != {1.0} else (),
         own_rates=model.dit.clip_rate is not None and data.fps == 0,
     )

@@ -55,7 +55,7 @@ class StepMetrics:
     calls: int
     applied: bool  # False: the gradient was not finite and nothing was changed
     good_weight: float  # share of the step's samples that could be decoded
-    loss_by_bucket: Mapping[str, float]  # "17x64x96" -> mean loss of its samples
+    loss_by_bucket: Mapping[str, float]  # "17x64x96" -> mean loss of its samples, without loss_weight of their sources
     room_gib: float | None = None  # memory for cascades, of the worker that has the least; None: no limit is known
     recomputed: bool = False  # an earlier execution of this step had been written before
     # What earlier versions did not write; formulas and sources are in actors/plan/measures.py.

@@ -395,7 +395,7 @@ class Executor:
             texts, pooled = split(inputs.text, modules.config.text)
             layout = self._layout(task.samples, texts, group)
             clips = [
-                PassClip(rows=rows, text=text, key=s.key, weight=s.weight if good else 0.0)
+                PassClip(rows=rows, text=text, key=s.key, weight=s.weight * s.loss_weight if good else 0.0)
                 for s, rows, text, good in zip(task.samples, inputs.rows, texts, inputs.ok, strict=True)
             ]
             slice_by(modules.dit, task.rates)

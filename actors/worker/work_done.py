@@ -31,7 +31,7 @@ class FinishedStep:
     copy_s: float  # for making, or beginning, the copy of the state that was asked for
     spans: tuple[Span, ...]
     bad_samples: tuple[str, ...]
-    item_losses: tuple[tuple[str, float, float], ...]  # (item, share of the loss here, weight of its good samples)
+    item_losses: tuple[tuple[str, float, float], ...]  # as in `StepReport`
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,8 @@ class WorkDone:
             self._losses[step] = self._losses.get(step, 0.0) + value
             for sample, counted in zip(task.samples, one.counted, strict=True):
                 before = self._item_losses.get(sample.item, (0.0, 0.0))
-                self._item_losses[sample.item] = (before[0] + next(numbers), before[1] + counted)
+                alone = next(numbers) / sample.loss_weight  # as of any source: means of buckets are over several
+                self._item_losses[sample.item] = (before[0] + alone, before[1] + counted)
 
     def check_complete(self, task: FinishTask) -> None:
         """Raise StepIncomplete unless all that the task names has run here. Ray does not run a call whose argument is

@@ -150,6 +150,7 @@ ELSEWHERE = {
     "default_caption": "data.sources (default_caption of each)",
     "class_tokens": "data.sources (default_caption of each)",
     "instance_prompt": "data.sources (default_caption of each)",
+    "prior_loss_weight": "data.sources (loss_weight of each)",
     "skip_empty_caption": "data.sources (default_caption of each)",
     "cache_directory": "data.cache.path",
     "cached_video": "data.cache.path",
@@ -232,6 +233,10 @@ _FRAMES = (
     "over a clip (uniform) come by a lower data.fps."
 )
 DONE_OTHERWISE = {
+    "is_reg": (
+        "a set of regularisation is an entry of data.sources with a loss_weight, 1 as the others or below; its weight "
+        "says how many of its samples are drawn."
+    ),
     "tp_size": _SPLIT,
     "tp_degree": _SPLIT,
     "tensor_parallel_size": _SPLIT,

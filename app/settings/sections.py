@@ -140,6 +140,11 @@ class ValidationConfig:
                 f"validation.sources path {made!r} is synthetic: what is made is the set that the demo trains on. Make "
                 f"another with `heddle data synth --seed`, and leave synthetic out."
             )
+        if weighed := next((source for source in self.sources if source.loss_weight != 1), None):
+            raise ValueError(
+                f"validation.sources loss_weight is {weighed.loss_weight:g}, and held-out losses are means over clips "
+                f"that all count alike. Leave it out."
+            )
         if self.every and not self.sources:
             raise ValueError(
                 f"validation.every is {self.every} and validation.sources is empty; give a source that is not among "

@@ -189,6 +189,7 @@ def run_step(
     generation: int = 1,
     account: Communicators | None = None,
     frame_rate: float = 0.0,
+    loss_weights: Callable[[str], float] = lambda key: 1.0,
 ) -> float:
     """Execute one planned step as the controller and the workers would. Returns the loss after `finish`.
 
@@ -203,6 +204,7 @@ def run_step(
         loss_weight,
         {i.id: i.expert for i in items},
         frame_rate,
+        loss_weights,
     )
     bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
     on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)

@@ -317,14 +317,16 @@ def step_items(
     loss_weight: str = "sample",
     experts: Mapping[str, int] | None = None,
     frame_rate: float = 0.0,
+    loss_weights: Callable[[str], float] = lambda key: 1.0,
 ) -> StepItems:
     """A step of these items: id, (frames, height, width), and keys of the samples; `experts` by id; `frame_rate` of all
-    clips."""
+    clips; `loss_weights` of samples by their keys."""
     drawn = [
         DrawnItem(
             plan=Item(id=item, batch=len(keys), frames=t, height=h, width=w, expert=(experts or {}).get(item, 0)),
             keys=tuple(keys),
             frame_rates=(frame_rate,) * len(keys),
+            loss_weights=tuple(map(loss_weights, keys)),
         )
         for item, (t, h, w), keys in shapes
     ]

@@ -397,6 +397,47 @@ def test_any_plan_with_parameters_once_per_node_trains_as_one_worker(
     assert all((each - expected).norm() / expected.norm() < FP64 and torch.equal(each, found[0]) for each in found)
 
 
+def test_the_loss_of_a_clip_counts_times_its_weight_on_any_plan() -> None:
+    """A factor of each clip alone: the step's loss and gradient are linear in the factors, however it is planned, and
+    losses by item are those without."""
+    rng = np.random.default_rng(8)
+    items = items_of(rng, 4)
+    factors = {f"0/0/{one.id}/{n}": 0.25 + 1.5 * float(rng.random()) for one in items for n in range(one.batch)}
+    plain, heavy = dict.fromkeys(factors, 1.0), {key: 1 + 2 * factor for key, factor in factors.items()}
+    losses, gradients, by_item = [], [], []
+    for world, weights in ((1, plain), (1, factors), (3, factors), (2, heavy)):
+        hosts = make_hosts(world, torch.float64, train_config())
+        cascades = one_worker(items) if world == 1 else random_cascades(rng, items, world)
+        run_step(hosts, items, cascades, finish=False, loss_weights=weights.__getitem__)
+        losses.append(loss(hosts))
+        gradients.append(gradient(hosts).clone())
+        found: dict[str, float] = {}
+        for host in hosts:
+            for item, (value, _) in host.executor.work._item_losses.items():
+                found[item] = found.get(item, 0.0) + value
+        by_item.append(found)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-3)
+    assert losses[2] == pytest.approx(losses[1], rel=FP64)
+    assert losses[3] == pytest.approx(losses[0] + 2 * losses[1], rel=FP64)
+    assert (gradients[2] - gradients[1]).norm() / gradients[1].norm() < FP64
+    assert (gradients[3] - gradients[0] - 2 * gradients[1]).norm() / gradients[3].norm() < FP64
+    for other in by_item[1:]:
+        assert other == pytest.approx(by_item[0], rel=FP64)
+
+
+def test_a_bad_clip_takes_its_share_with_it_and_not_its_factor() -> None:
+    """The mean is over the good clips, as without factors."""
+    rng = np.random.default_rng(5)
+    items = [item for item in items_of(rng, 6) if item.batch > 1][:1]
+    last = items[0].batch - 1
+    less = [replace(items[0], batch=last)]
+    with_bad, without = make_hosts(1, torch.float64, train_config()), make_hosts(1, torch.float64, train_config())
+    bad = frozenset({(items[0].id, last)})
+    found = run_step(with_bad, items, one_worker(items), bad=bad, loss_weights=lambda key: 0.5)
+    expected = run_step(without, less, one_worker(less))
+    assert found == pytest.approx(0.5 * expected, rel=1e-12)
+
+
 def test_a_clip_that_did_not_decode_counts_for_nothing() -> None:
     """The loss is the mean over the good samples: a bad last sample is as if it had never been there."""
     rng = np.random.default_rng(5)

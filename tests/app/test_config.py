@@ -140,6 +140,8 @@ MISTAKES = {
     "train: {steps: 9, optimizer: {lr_scheduler: linear, lr_warmup_steps: 5, lr_decay_steps: 5}}": (
         "lr_decay_steps 5 are together longer than the run of train.steps 9"
     ),
+    "data: {sources: [{path: a, loss_weight: 0}]}": "loss_weight is 0.0; it must be larger than 0",
+    "validation: {sources: [{path: a, loss_weight: 0.5}]}": "held-out losses are means over clips that all count alike",
     "train: {flow: {min_timestep: 900}}\nmodel: {dit: {expert: low}}": (
         "train.flow.min_timestep 900 and max_timestep 1000 leave noise levels, in those of an expert (0 to 0.875)"
     ),

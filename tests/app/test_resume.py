@@ -75,6 +75,7 @@ def test_a_new_setting_of_training_has_to_be_classified() -> None:
         ("data.sources.0.caption=json:text", "data.sources"),
         ("data.sources.0.caption_prefix=sks", "data.sources"),
         ("data.sources.0.default_caption=''", "data.sources"),
+        ("data.sources.0.loss_weight=0.5", "data.sources"),
         ("data.buckets.min_area=0.5", "data.buckets.min_area 0.8 -> 0.5"),
     ],
 )
@@ -122,7 +123,7 @@ def test_a_source_of_a_run_from_before_a_setting_had_its_default(tmp_path: Path,
     meta = json.loads(marker.read_text())
     saved = yaml.safe_load(meta["config"])
     for source in saved["data"]["sources"]:
-        del source["caption_prefix"], source["default_caption"]
+        del source["caption_prefix"], source["default_caption"], source["loss_weight"]
     marker.write_text(json.dumps({**meta, "config": yaml.safe_dump(saved)}))
     (folder / "config.yaml").write_text(yaml.safe_dump(saved))
     assert check_resume(config(tmp_path)) == []

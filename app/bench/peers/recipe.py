@@ -62,6 +62,8 @@ class Recipe:
         model, self.geometry = resolve(self.config.model)
         if self.config.train.optimizer.kind != "adamw":
             raise ConfigError("heddle bench peers trains by AdamW alone. Set train.optimizer.kind to adamw.")
+        if any(source.loss_weight != 1 for source in self.config.data.sources):
+            raise ConfigError("heddle bench peers weighs all samples alike. Leave data.sources loss_weight out.")
         self.train, self.text_config, self.diffusion = self.config.train, model.text, model.dit.diffusion
         self.dit = build_dit(model.dit, self.train.seed).train()
         self.vae, self.text = build_vae(model.vae), build_text(model.text)

@@ -324,6 +324,19 @@ def test_transformers_that_take_a_frame_rate_are_told_that_of_each_clip(clips: P
             assert [sample.frame_rate for sample in samples] == list(rates if own else (0.0,) * len(samples))
 
 
+def test_samples_have_the_loss_weight_of_their_source(clips: Path, tmp_path: Path) -> None:
+    (source,) = config(clips).sources
+    both = (source, replace(source, name="prior", loss_weight=0.25))
+    feeder = feeder_of(replace(config(clips), sources=both), tmp_path)
+    drawn = feeder.items(0) + feeder.items(1)
+    samples = [
+        s for one in StepItems.of(0, drawn, feeder.dataset.geometry, "token").items.values() for s in one.samples
+    ]
+    assert {(s.key[0], s.loss_weight) for s in samples} == {("0", 1.0), ("1", 0.25)}
+    assert sum(s.weight for s in samples) == pytest.approx(1, rel=1e-12), "shares of the step do not know of it"
+    assert all(one.loss_weights == () for one in feeder_of(config(clips), tmp_path).items(0))
+
+
 def test_a_text_of_a_first_frame_is_named_by_it_and_counted_with_its_rows(clips: Path, tmp_path: Path) -> None:
     feeder, text = of_pictures(clips, tmp_path)
     (item, *_) = feeder.dataset.step(0).items
