@@ -147,11 +147,11 @@ def check_flow(model: ModelConfig, flow: FlowConfig, read: Geometry | None = Non
 
 
 def _check_cut(dit: DiTConfig, flow: FlowConfig) -> None:
-    from ops.flow.objective import Cut  # needs NumPy
+    from ops.flow.objective import CutDensity  # needs NumPy
 
     for expert in dit.experts:
         try:
-            Cut.of(flow, flow.flow_shift if flow.token_shift is None else 1.0, expert.sigmas)
+            CutDensity.of(flow, flow.flow_shift if flow.token_shift is None else 1.0, expert.sigmas)
         except ValueError as error:
             other = " A run of the other expert alone is model.dit.expert high or low." if len(dit.experts) > 1 else ""
             raise ConfigError(f"{error}{other}") from None

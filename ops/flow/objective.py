@@ -145,7 +145,7 @@ def draw_sigma(
     """
     numbers, (low, high) = generator(seed, step, key), sigmas
     if config.levels != (0.0, 1.0):
-        return Cut.of(config, config.shift_at(tokens), sigmas).level_at(float(numbers.random()))
+        return CutDensity.of(config, config.shift_at(tokens), sigmas).level_at(float(numbers.random()))
     for _ in range(_TRIES):
         sigma = shift(density(config, numbers), config.shift_at(tokens))
         if low <= sigma and (sigma < high or high == 1.0):
@@ -167,7 +167,7 @@ def draw_frame_sigmas(config: FlowConfig, seed: int, step: int, key: str, tokens
     the place of a level in the density stands for the time, so that any density and shift keep the rule. A clip of one
     frame has a level of the density either way.
     """
-    numbers, cut = generator(seed, step, key, "frame levels"), Cut.of(config, config.shift_at(tokens))
+    numbers, cut = generator(seed, step, key, "frame levels"), CutDensity.of(config, config.shift_at(tokens))
     places = [float(place) for place in numbers.random(frames)]
     if config.frame_levels == "rising":
         chosen, place = int(numbers.integers(frames)), float(numbers.random())
@@ -178,7 +178,7 @@ def draw_frame_sigmas(config: FlowConfig, seed: int, step: int, key: str, tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutDensity:
     """The density of noise levels, after a shift, between two of them: with its form, over the share that lies there.
 
     Drawn by the place in that share and not by refusing draws outside, of which a narrow part would need millions.
@@ -193,7 +193,7 @@ class Cut:
 
     @staticmethod
     @lru_cache(maxsize=256)  # of a shift by tokens there is one for each bucket
-    def of(flow: FlowConfig, flow_shift: float, sigmas: tuple[float, float] = (0.0, 1.0)) -> Cut:
+    def of(flow: FlowConfig, flow_shift: float, sigmas: tuple[float, float] = (0.0, 1.0)) -> CutDensity:
         """Between `flow.levels`, and within `sigmas`. Raises ValueError where next to nothing lies there."""
         low, high = max(flow.levels[0], sigmas[0]), min(flow.levels[1], sigmas[1])
         first, last = (
@@ -207,7 +207,7 @@ class Cut:
                 f"its density, shifted by {flow_shift:g}, next to never has. Widen them, or change the shift or the "
                 f"density."
             )
-        return Cut(flow, flow_shift, low, high, first, last)
+        return CutDensity(flow, flow_shift, low, high, first, last)
 
     def level_at(self, place: float) -> float:
         """The shifted sigma below which a share `place`, from 0 to 1, of what is left lies."""

@@ -14,7 +14,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from ops.config import Diffusion, FlowConfig, PictureNoise, TokenShift
 from ops.flow.objective import (
-    Cut,
+    CutDensity,
     DiffusionObjective,
     FlowObjective,
     ddim_steps,
@@ -264,12 +264,12 @@ def test_noise_levels_that_never_come_are_one_sentence() -> None:
 # Levels that are cut --------------------------------------------------------------------------------------------------
 
 DRAWS = 1500
-KS = 1.95 / math.sqrt(DRAWS)  # distance from their distribution that 1 of 1000 samples of so many exceeds
+KS = 1.95 / math.sqrt(DRAWS)  # distance from its distribution that 1 of 1000 samples of DRAWS exceeds
 CUTS = [(0.0, 1.0), (0.5, 0.9), (0.875, 1.0), (0.0, 0.3)]
 
 
 def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Of two empirical distributions (Kolmogorov, Smirnov), of which `theirs` is the larger sample."""
+    """Distance of two empirical distributions (Kolmogorov, Smirnov), of which `theirs` is the larger sample."""
     both = np.sort(np.concatenate([ours, theirs]))
     shares = [np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (ours, theirs)]
     return float(np.abs(shares[0] - shares[1]).max())
@@ -318,7 +318,7 @@ def test_levels_of_frames_are_cut_alike(frame_levels: str) -> None:
     drawn = np.array([draw_frame_sigmas(cut, 0, step, "clip", 1, 3) for step in range(DRAWS)])
     assert drawn.min() >= 0.5 and drawn.max() <= 0.9
     places = np.array(
-        [[Cut.of(cut, 3.0).level_at(place) for place in row] for row in np.linspace(0, 1, 30).reshape(3, 10)]
+        [[CutDensity.of(cut, 3.0).level_at(place) for place in row] for row in np.linspace(0, 1, 30).reshape(3, 10)]
     )
     assert (np.diff(places.ravel()) > 0).all()
     if frame_levels == "rising":
@@ -347,7 +347,7 @@ def test_experts_share_what_is_left_of_the_density() -> None:
 
 
 def test_a_narrow_cut_far_out_is_drawn_at_once() -> None:
-    """Of 10,000 draws none would lie there."""
+    """None of 10,000 draws would lie there."""
     flow = cut_at(FlowConfig(flow_shift=1.0), 0.995, 0.999)
     drawn = [draw_sigma(flow, 0, step, "clip", 1) for step in range(500)]
     assert min(drawn) >= 0.995 and max(drawn) < 0.999 and len(set(drawn)) == 500
