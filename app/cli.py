@@ -7,6 +7,7 @@ An error of our own is one sentence on stderr; `--debug` anywhere on the line sh
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -27,6 +28,7 @@ from app.commands.train import train
 from app.commands.validate import validate
 from app.commands.workers import app as workers_app
 from app.settings.terminal import answer, debug_wanted, set_up_logging
+from app.settings.written_by import VERSION
 
 app = typer.Typer(
     name="heddle",
@@ -36,6 +38,25 @@ app = typer.Typer(
     help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
     epilog="Add --debug to any command to see the traceback of an error.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"heddle {VERSION}, torch {version('torch')}, ray {version('ray')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _heddle(
+    shows: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Say it, and torch's and Ray's.")
+    ] = False,
+) -> None:
+    pass
+
+
 for _command in (
     *(train, check, plan, profile, prove, sample, validate),
     *(export, convert, report, compare, families, settings),

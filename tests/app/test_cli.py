@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,10 @@ def heddle(
     return int(ended.value.code or 0), printed.out, printed.err
 
 
-def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
+def in_a_fresh_process(option: str) -> tuple[str, int, str]:
+    """What an option prints, the number of modules that it imports, and the heavy ones of them."""
     code = (
-        "import sys; sys.argv = ['heddle', '--help']\n"
+        f"import sys; sys.argv = ['heddle', '{option}']\n"
         "from app.cli import main\n"
         "try: main()\n"
         "except SystemExit:\n"
@@ -51,11 +54,23 @@ def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
         "    print([m for m in ('torch', 'ray', 'diffusers', 'numpy', 'av') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    *_, imported, heavy = result.stdout.splitlines()
-    for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers", "families"):
-        assert f" {command} " in result.stdout
+    *printed, imported, heavy = result.stdout.splitlines()
+    return "\n".join(printed), int(imported), heavy
+
+
+def test_versions_are_told_without_importing_torch_or_ray() -> None:
+    printed, _, heavy = in_a_fresh_process("--version")
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert printed == f"heddle {ours}, torch {version('torch')}, ray {version('ray')}"
     assert heavy == "[]"
-    assert int(imported) < 600  # it is imports that the answer takes: 432 are 0.4 s on a machine that is free
+
+
+def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
+    printed, imported, heavy = in_a_fresh_process("--help")
+    for command in ("train", "plan", "profile", "data", "sample", "export", "bench", "report", "workers", "families"):
+        assert f" {command} " in printed
+    assert heavy == "[]"
+    assert imported < 600  # it is imports that the answer takes: 432 are 0.4 s on a machine that is free
 
 
 MISTAKES = [
