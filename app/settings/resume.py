@@ -57,7 +57,7 @@ SCHEDULE = _names("""
     train.optimizer.lr_decay_steps train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
-FREE = ["run", "sample", "validation", "track", "train.init_moments"]
+FREE = ["run", "model.hub", "sample", "validation", "track", "train.init_moments"]
 _TABLES: tuple[tuple[list[str], SettingKind], ...] = (
     (FUNCTION, "function"),
     (WEIGHTS, "weights"),

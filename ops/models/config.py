@@ -6,6 +6,7 @@ Imports neither torch nor Ray, so configs load in milliseconds.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -277,6 +278,16 @@ class ModelConfig:
     vae: VAEConfig = field(default_factory=VAEConfig)
     text: TextConfig = field(default_factory=TextConfig)
     image: ImageConfig | None = None
+    # the repository of the Hub (owner/name) that is the Diffusers folder of these modules. Nothing is downloaded: where
+    # a folder is missing, the error says how to get it
+    hub: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub):
+            raise ValueError(
+                f"model.hub {self.hub} is no name of a repository, as owner/name. It is what errors name; a folder is "
+                f"given as path of model.dit, vae, text and image."
+            )
 
 
 def geometry(model: ModelConfig) -> Geometry:

@@ -7,6 +7,9 @@ A pipeline folder holds `model_index.json` and one folder per component (`transf
 from __future__ import annotations
 
 import dataclasses
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -236,8 +239,33 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     """Concrete numbers of a model: what its folders say, and what follows from one module for the next.
 
     Without dit.path the transformer's latent channels and text width are those of the VAE and the text encoder; with it
-    they must agree, or ValueError says which two folders do not fit.
+    they must agree, or ValueError says which two folders do not fit. Raises FileNotFoundError for one that is missing.
     """
+    with _named_on_the_hub(model):
+        return _resolve(model)
+
+
+@contextmanager
+def _named_on_the_hub(model: ModelConfig) -> Iterator[None]:
+    """Errors of files that are missing say how to get them, where the model says from where.
+
+    Repositories may hold the same weights again as single files beside the folders, hence `--include`.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        paths = [model.dit.path, model.vae.path, model.text.path, model.image.path if model.image else None]
+        given = [path for path in paths if path]
+        if not (model.hub and given):
+            raise
+        folder = next((path for path in given if not Path(path).expanduser().is_dir()), given[0])
+        raise FileNotFoundError(
+            f'{error} To get it: `hf download {model.hub} --include "*/*" --include model_index.json '
+            f"--local-dir {shlex.quote(folder)}`."
+        ) from error
+
+
+def _resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     text = _resolve_text(model.text) if model.text.path else model.text
     vae = model.vae
     if vae.kind == "diffusers":
@@ -531,10 +559,16 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
 def check_weights(model: ModelConfig) -> None:
     """Raises FileNotFoundError or ValueError, one sentence, unless the weights of every folder that a resolved model
     names are there and whole. Reads headers alone."""
+    with _named_on_the_hub(model):
+        for folder in dict.fromkeys(_part_folders(model)):
+            check_files(folder)
+
+
+def _part_folders(model: ModelConfig) -> list[Path]:
+    """The folders of all modules of a resolved model that have one."""
     folders = [component(model.dit.path, one.part) for one in model.dit.experts] if model.dit.path else []
     folders += [component(model.vae.path, "vae")] if model.vae.path else []
     if model.text.path:
         folders += encoder_folders(model.text)
     folders += [component(model.image.path, "image_encoder")] if model.image and model.image.path else []
-    for folder in dict.fromkeys(folders):
-        check_files(folder)
+    return folders
