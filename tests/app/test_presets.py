@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from app.bench.headroom import write_numbers
 from app.settings.config import RunConfig
 from app.settings.resume import kind_of
 from ops.models.config import ModelConfig
-from ops.models.folders import check_weights, resolve
+from ops.models.files import read_json
+from ops.models.folders import check_weights, resolve, vae_numbers
 from ops.typed import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -85,3 +87,14 @@ def test_a_name_that_is_no_repository_is_refused() -> None:
 
 def test_a_resume_takes_a_preset_that_names_its_repository_since() -> None:
     assert kind_of("model.hub") == "free"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_memory_is_predicted_with_the_autoencoder_of_the_preset(name: str, tmp_path: Path) -> None:
+    """By the numbers that predictions without a folder take, latents have the channels of its transformer."""
+    dit = model_of(name).dit
+    write_numbers(tmp_path, dit)
+    channels, stride = vae_numbers(read_json(tmp_path / "vae" / "config.json"), str(tmp_path))
+    assert channels == dit.out_channels
+    if name == "wan2.2-ti2v-5b":
+        assert stride == (4, 16, 16)

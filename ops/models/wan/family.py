@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ops.flow.schedulers import Scheduler
+from ops.models.base.config import DiTConfig
 from ops.models.base.encoders import UMT5_XXL
 from ops.models.base.family import (
     Family,
@@ -185,6 +186,17 @@ _ORIGINAL_LAYERS = {  # of a block: ours -> those of its own code
 }
 
 
+_VAE_OF_5B = {  # TI2V-5B's, with other numbers where latents are normalised, which nothing here is computed by
+    **{"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True},
+    **{"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16},
+    **{"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48},
+}
+
+
+def _published_vae(config: DiTConfig) -> Json:
+    return _VAE_OF_5B if config.out_channels == _VAE_OF_5B["z_dim"] else {}
+
+
 FAMILY = Family(
     config=WanConfig,
     model=_model,
@@ -234,7 +246,7 @@ FAMILY = Family(
     whole_times=True,
     passes_sigmas=False,
     schedulers=("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
-    parts=PublishedParts(text={"text_encoder": UMT5_XXL}),
+    parts=PublishedParts(text={"text_encoder": UMT5_XXL}, vae=_published_vae),
     published=_published,
     recipe=_recipe,
     parity_inputs=_parity_inputs,
