@@ -36,9 +36,10 @@ def component(path: str | Path, *names: str) -> Path:
     for folder in [*(root / name for name in names), root]:
         if (folder / "config.json").is_file():
             return folder
+    found = f"holds no config.json, neither itself nor in {' or '.join(names)}/" if root.is_dir() else "does not exist"
     raise FileNotFoundError(
-        f"{root} holds no config.json, neither itself nor in {' or '.join(names)}/. "
-        f"Give a local Diffusers folder; nothing is downloaded. (A dry run needs its config.json files alone.)"
+        f"{root} {found}. Give a local Diffusers folder; nothing is downloaded. (A dry run needs its config.json files "
+        f"alone.)"
     )
 
 
