@@ -28,6 +28,11 @@ CASES = {  # every config that names its GPUs, and these as a described cluster;
     for file in sorted((CONFIGS / "runs").glob("*.yaml"))
     for full, size in re.findall(r"-(full)$|-(\d+)gb$", file.stem)
 }
+# ViT-H/14, by which Wan2.1's pipelines of image to video see pictures
+CLIP_H = {
+    **{"model_type": "clip_vision_model", "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32},
+    **{"num_attention_heads": 16, "image_size": 224, "patch_size": 14, "hidden_act": "gelu", "projection_dim": 1024},
+}
 # Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
 PREDICTED = {
     "wan2.1-14b-full": (14_288_491_584, 6.33e-4, 6.52e-4, 10.7),
@@ -60,9 +65,13 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
 def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) -> None:
     """One step of the config's buckets, its encoders by their numbers alone, on its cluster or that of a file."""
     file = CONFIGS / "runs" / f"{name}.yaml"
-    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
+    parts = ["vae", "text", *(["image"] if RunConfig.load(file).model.image else [])]
+    paths = [f"model.{part}.path={folder}" for part in parts]
     model = RunConfig.load(file, [*paths, "model.dit.path=null"]).model
     write_numbers(folder, model.dit)
+    if model.image:
+        (folder / "image_encoder").mkdir()
+        (folder / "image_encoder" / "config.json").write_text(json.dumps(CLIP_H))
     if model.text.vision_dim:
         (folder / "feature_extractor").mkdir()
         (folder / "feature_extractor" / "preprocessor_config.json").write_text("{}")
