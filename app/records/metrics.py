@@ -61,6 +61,9 @@ TAGS = {
     "load_exponent": "balance/load_exponent",
     "predicted_s": "plan/predicted_s",
     "planning_s": "plan/planning_s",
+    "peak_memory_gib": "memory/max_active_gib",
+    "room_gib": "memory/room_gib",
+    "rss_gib": "memory/rss_gib",
     "workers": "elastic/workers",
     "generation": "elastic/generation",
 }

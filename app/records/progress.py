@@ -10,6 +10,8 @@ from typing import IO
 from actors.records.metrics_line import StepMetrics
 from ops.counted import counted
 
+_BAR_FITS = 130  # columns of a terminal that has room for the bar beside all figures
+
 
 class ProgressLine:
     """One Rich line on a terminal; elsewhere a plain line per step, at most one per `interval_s`."""
@@ -61,20 +63,23 @@ class ProgressLine:
 
 
 class _RichBar:
-    """The line on a terminal."""
+    """The line on a terminal. Where it is narrow the bar is left out, then the last figures are cut off."""
 
     def __init__(self, total_steps: int, stream: IO[str]) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Column
 
+        console = Console(file=stream)
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20),
+            *([BarColumn(bar_width=20)] if console.width >= _BAR_FITS else []),
             TimeElapsedColumn(),
             TextColumn("<"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=Console(file=stream),
+            TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            console=console,
+            expand=True,  # what is left belongs to the figures
         )
         self._bar.start()
         self._task = self._bar.add_task("train", total=total_steps, figures="starting workers")
@@ -90,8 +95,10 @@ class _RichBar:
 
 
 def figures(line: StepMetrics) -> str:
-    """What a person wants to see of one step."""
+    """What a person wants to see of one step, the most telling first: a narrow terminal cuts the rest off."""
     parts = [f"loss {line.loss:.4f}" if math.isfinite(line.loss) else "loss not finite"]
+    if math.isfinite(line.grad_norm):
+        parts.append(f"grad norm {line.grad_norm:.3g}")
     if math.isfinite(line.step_s):
         parts.append(f"{line.step_s:.2f} s/step")
     if math.isfinite(line.tokens_per_s):

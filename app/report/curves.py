@@ -1,4 +1,4 @@
-"""Curves of a run over its steps: loss, seconds, balance."""
+"""Curves of a run over its steps: loss, gradient norm, learning rate, seconds, balance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_
         lines = [_series(name, curve, css=f"c{place}") for place, (name, curve) in enumerate(by_expert, 1)]
         names = ", ".join(escape(name) for name, _ in by_expert)
         note += f"<h3>Loss of each expert, smoothed: {names} (orange)</h3>{line_chart(lines, height=180)}"
-    note += held_out_html(held_out)
+    note += update_html(steps) + held_out_html(held_out)
     cells = [
         f"<tr><td>{escape(name)}</td><td>{short(first)}</td><td>{short(second)}</td></tr>"
         for name, first, second in steps.losses_by_bucket()
@@ -50,6 +50,19 @@ def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_
         "<th>first half</th><th>second half</th></tr>" + "".join(cells) + "</table></div></details>"
     )
     return chart + note + table
+
+
+def update_html(steps: StepTotals) -> str:
+    """Gradient norm and learning rate of each step; nothing of records without them."""
+    parts = []
+    norm = _series("grad_norm", steps.curves["grad_norm"], hover=True, ranges=True)
+    if chart := line_chart([norm], marks=_generation_marks(steps), height=140, zero=True):
+        median = short(steps.values["grad_norm"].median)
+        parts.append(f"<h3>Gradient norm before clipping, median {median}</h3>{chart}")
+    rate = _series("lr", steps.curves["lr"], css="c2", hover=True)
+    if chart := line_chart([rate], height=120, zero=True):
+        parts.append(f"<h3>Learning rate</h3>{chart}")
+    return "".join(parts)
 
 
 def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:

@@ -300,6 +300,9 @@ def test_curves_of_many_single_workers_do_not_fill_the_event_files(tmp_path: Pat
 def test_ratios_are_derived_from_the_line() -> None:
     tags = dict(scalars(line(3, step_s=2.0, data_wait_s=0.5, predicted_s=1.5, tokens_per_s=90.0, workers=3)))
     assert tags["perf/data_wait_pct"] == 25.0
+    memory = scalars(line(3, peak_memory_gib=61.5, room_gib=12.0, rss_gib=9.0))
+    named = {tag: value for tag, value in memory if tag.startswith("memory/")}
+    assert named == {"memory/max_active_gib": 61.5, "memory/room_gib": 12.0, "memory/rss_gib": 9.0}
     assert tags["balance/pred_vs_actual_err"] == -0.25
     assert tags["perf/tokens_per_s_per_gpu"] == 30.0
 
@@ -318,8 +321,11 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     progress = ProgressLine(3, stream, interval_s=0)
     for step in range(3):
-        progress.show(line(step, loss=0.5, step_s=1.25, tokens_per_s=1234.5, idle_ratio=0.04, workers=2))
-    assert stream.getvalue().splitlines()[0] == "step 1/3  loss 0.5000  1.25 s/step  1,234 tokens/s  idle 4%  2 workers"
+        shown = {"grad_norm": 0.41234, "step_s": 1.25, "tokens_per_s": 1234.5, "idle_ratio": 0.04, "workers": 2}
+        progress.show(line(step, loss=0.5, **shown))
+    assert stream.getvalue().splitlines()[0] == (
+        "step 1/3  loss 0.5000  grad norm 0.412  1.25 s/step  1,234 tokens/s  idle 4%  2 workers"
+    )
     assert len(stream.getvalue().splitlines()) == 3
 
 
@@ -345,6 +351,25 @@ def test_a_terminal_gets_one_line_that_moves() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "step 3/3" in text and "loss 0.5000  1.25 s/step  2 workers" in text
     assert "worker w1: dead" in text
+
+
+@pytest.mark.parametrize(("columns", "bar", "last"), [(80, False, "3.11 s/step"), (140, True, "8 workers")])
+def test_a_narrow_terminal_keeps_the_step_the_times_and_the_first_figures(
+    columns: int, bar: bool, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    progress = ProgressLine(10000, stream)
+    shown = {"grad_norm": 0.41234, "step_s": 3.11, "tokens_per_s": 45234.0, "idle_ratio": 0.12, "workers": 8}
+    progress.show(line(1199, loss=0.112, **shown))
+    progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()[-1]
+    assert len(text.rstrip()) <= columns and ("━" in text) == bar
+    assert re.search(r"step 1200/10000 .*\d:\d\d:\d\d < \S+ +loss 0\.1120  grad norm 0\.412  .*" + last, text)
 
 
 def test_figures_say_when_a_loss_is_not_finite() -> None:

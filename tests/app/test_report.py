@@ -102,6 +102,24 @@ def test_the_page_tells_of_the_straggler_and_the_lost_worker(run_folder: Path) -
     assert "recovered: step 20 finished 1.5 s after the loss" in listed
 
 
+def test_the_page_has_the_gradient_norm_and_the_learning_rate(run_folder: Path) -> None:
+    def loss_section() -> str:
+        return write_report(RunDir.open(run_folder)).read_text().split("Loss</h2>")[1].split("</section>")[0]
+
+    lines = [json.loads(text) for text in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    for one in lines:
+        one |= {"grad_norm": 40.0 if one["step"] == 17 else 0.5, "lr": 1e-3 * (1 + one["step"]) / 30}
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    text = loss_section()
+    assert "Gradient norm before clipping, median 0.5</h3>" in text and "<h3>Learning rate</h3>" in text
+    assert "step 17: grad_norm 40<" in text and "step 29: lr 0.001<" in text
+    for one in lines:  # of another program, or an early version
+        del one["grad_norm"], one["lr"]
+    (run_folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    text = loss_section()
+    assert "Gradient norm" not in text and "Learning rate" not in text
+
+
 def test_clips_and_their_contact_sheets_are_embedded(run_folder: Path) -> None:
     clip = run_folder / "samples" / "step-30-00.mp4"
     with av.open(str(clip), "w") as container:
