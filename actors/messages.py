@@ -238,6 +238,7 @@ class WorkerInfo:
     place: GpuPlace = UNKNOWN_PLACE  # of its GPU
     gpu: str = ""  # which Ray gave it of its node, as Ray counts them
     nccl: tuple[tuple[str, str], ...] = ()  # what its environment sets of NCCL: (NCCL_IB_HCA, mlx5) and the like
+    environment: tuple[tuple[str, str], ...] = ()  # what it computes with (`ops.environment`), by name
     door: DoorAddress | None = None  # where others find out whether they reach its node
 
 

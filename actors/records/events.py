@@ -281,6 +281,44 @@ class ClusterSeen(RunEvent, event="cluster"):
         return f"cluster{' (workers.cluster)' if self.from_file else ''}: {listed}{f'; {set_of}' if set_of else ''}"
 
 
+class EnvironmentSeen(RunEvent, event="environment"):
+    """What the workers compute with from a step on: told at every start, and where it becomes another one. In
+    `software`, versions by name: "heddle" is a digest of the program's files, "commit" that of its working tree."""
+
+    from_step: int
+    software: Mapping[str, str]
+    gpus: Mapping[str, int] = field(default_factory=dict)  # name -> how many workers have one
+    hosts: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()  # since the last event of the run: "torch 2.9.1 -> 2.10.0"
+
+    def describe(self) -> str:
+        return f"the environment is another one from step {self.from_step} on: {', '.join(self.changed)}" * bool(
+            self.changed
+        )
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """All that is compared, by name."""
+        return {**self.software, **({"GPUs": " + ".join(self.gpus)} if self.gpus else {})}
+
+    def after(self, before: EnvironmentSeen) -> EnvironmentSeen:
+        """The same, with what has changed since."""
+        old, new = before.facts, self.facts
+        return replace(
+            self,
+            changed=tuple(
+                f"{name} {short_fact(old.get(name, 'none'))} -> {short_fact(new.get(name, 'none'))}"
+                for name in dict.fromkeys([*old, *new])
+                if old.get(name) != new.get(name)
+            ),
+        )
+
+
+def short_fact(value: str) -> str:
+    """A commit as people write it; anything else as it is."""
+    return value[:10] if len(value) in (40, 64) and set(value) <= set("0123456789abcdef") else value
+
+
 class ClusterRefused(RunEvent, event="cluster_refused"):
     """workers.cluster does not match the workers that are there now: plans count on what they report."""
 

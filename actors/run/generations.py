@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from actors.clock import PatientClock
 from actors.config import RuntimeConfig
-from actors.messages import MemoryExceeded
+from actors.messages import MemoryExceeded, WorkerInfo
 from actors.outcome import Events, StopRun
 from actors.pool.lookout import Lookout, worker_name, worker_number
 from actors.pool.membership import Membership
@@ -42,6 +43,7 @@ from actors.pool.workers import Pool
 from actors.ray_calls import wait
 from actors.records.events import (
     ClusterSeen,
+    EnvironmentSeen,
     GenerationEnded,
     GenerationFormed,
     MemoryRanOut,
@@ -54,9 +56,11 @@ from actors.records.events import (
     WorkerReplaced,
     WorkersAwaited,
     WorkersLeftOut,
+    events_so_far,
 )
 from actors.run.cluster_words import seen
 from actors.run.committer import Committer
+from actors.run.environment_words import environment_of
 from actors.run.failures import error_of
 from actors.run.forming import Forming
 from actors.run.steps import StepRunner
@@ -91,6 +95,7 @@ class GenerationManager:
         self._proven = 0  # the newest generation that has finished a step
         self._told_of_fetching = False
         self._told_of_cluster: ClusterSeen | None = None
+        self._environment: EnvironmentSeen | None = None  # as told last by this controller
 
     @property
     def world(self) -> tuple[Seat, ...]:
@@ -264,9 +269,20 @@ class GenerationManager:
         if cluster is not None and cluster != self._told_of_cluster:
             self._told_of_cluster = cluster
             self.events.tell(cluster)
+        self._tell_environment(infos, runner.next_step)
         if fetched and self.config.train.memory.parameters == "auto" and not self._told_of_fetching:
             self._told_of_fetching = True
             self.events.tell(WeightsFetched(gib_per_node=max(info.host_weights_gib for info in fetched)))
+
+    def _tell_environment(self, infos: Sequence[WorkerInfo], from_step: int) -> None:
+        """What the workers compute with, once for this controller and whenever that has changed."""
+        if not any(info.environment for info in infos):
+            return
+        before = self._environment or _last_environment(Path(self.config.run_dir))
+        found = environment_of(infos, from_step, before)
+        if found is not None and (self._environment is None or found.changed):
+            self._environment = found
+            self.events.tell(found)
 
     def _await_formed(self) -> None:
         """Returns when every worker has formed the generation, or one has failed to, or time is up."""
@@ -280,3 +296,12 @@ class GenerationManager:
     def _remove(self, name: str, frozen: bool = False) -> None:
         self.pool.remove(name, frozen=frozen)
         self.monitor.remove.remote(name)
+
+
+def _last_environment(run_dir: Path) -> EnvironmentSeen | None:
+    """That of the start before."""
+    try:
+        return max(events_so_far(run_dir, EnvironmentSeen), key=lambda event: event.time, default=None)
+    except OSError as error:
+        log.warning("whether the environment has changed is not known: %s", error)
+        return None

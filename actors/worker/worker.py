@@ -71,6 +71,7 @@ from ops.comm.collectives import free_ended
 from ops.comm.groups import Groups
 from ops.comm.reach import door_at
 from ops.cores import usable_cores
+from ops.environment import environment
 from ops.heap import give_back
 from ops.memory.node_room import node_room, shared_room
 from ops.models.weights import checksums
@@ -181,6 +182,7 @@ class Worker:
             gpu=self._here.gpu,
             door=None if self._door is None else self._door.address,
             nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
+            environment=environment(self.device),
         )
 
     def form(self, task: FormTask) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LAYERS = ("app", "actors", "data", "ops")
-PACKAGES = ("ray", "torch", "diffusers", "transformers", "numpy", "pyarrow", "av")
-_ROOT = Path(__file__).resolve().parents[2]
-_DRIVER = Path("/sys/module/nvidia/version")
+from ops.environment import software
+
 _PRODUCTS_S = 1.0  # of bf16 products on each GPU
 _TALK_S = 60.0  # that members of a sum wait for each other
 _TALKS = 3
@@ -84,21 +79,6 @@ def node_facts(node: str, paths: RunPaths) -> NodeFacts:
         folders={folder: digest_of(folder) for folder in paths.folders if Path(folder).is_dir()},
         disk_gib=_free_gib(paths.run_dir) if paths.run_dir else None,
     )
-
-
-def software(root: Path = _ROOT) -> dict[str, str]:
-    """Versions of what a run computes with, here."""
-    digest = blake2b(digest_size=4)
-    for layer in LAYERS:
-        for path in sorted((root / layer).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    found = {"python": platform.python_version(), "heddle": digest.hexdigest()}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    with suppress(OSError):
-        found["driver"] = _DRIVER.read_text().strip()
-    return found
 
 
 def hidden(paths: RunPaths) -> dict[str, str]:

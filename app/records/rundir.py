@@ -21,6 +21,7 @@ from ops.typed import ConfigError
 
 R = TypeVar("R")
 METRICS = "metrics.jsonl"
+ENVIRONMENT = "env.json"  # what the workers compute with now
 WORKERS, OLDER_WORKERS = "workers.jsonl", "workers.1.jsonl"  # figures of single workers, of the newest steps
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
 _BY_WORKER = re.compile(r', "\w+_by_worker": \{[^{}]*\}')  # as it stands in a line that version 0.2 has written

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from actors.records.events import HeldOutMeasured
+from actors.records.events import EnvironmentSeen, HeldOutMeasured
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
@@ -48,6 +48,7 @@ class ComparedRun:
     seconds: float  # of all steps together
     last_loss: float  # median of the last tenth
     held_out: HeldOutMeasured | None  # of the newest checkpoint that has one
+    environment: EnvironmentSeen | None  # the newest
     loss: Curve
     by_time: Curve
     step_s: Curve
@@ -97,7 +98,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
     differences = {run.name: loss_difference(runs[0], run) for run in runs[1:]}
     check_page(out)
     out.write_text(page(runs, differences, peak_tflops, command), encoding="utf-8")
-    return [line_of(run, differences.get(run.name)) for run in runs]
+    return [line_of(run, differences.get(run.name)) for run in runs] + environments(runs)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -148,6 +149,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
         seconds=seconds,
         last_loss=last.median,
         held_out=_newest_held_out(run),
+        environment=_newest_environment(run),
         loss=loss,
         by_time=by_time,
         step_s=step_s,
@@ -161,6 +163,24 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
 def _newest_held_out(run: RunDir) -> HeldOutMeasured | None:
     found = {event.step: event for event in run.events() if isinstance(event, HeldOutMeasured)}
     return found[max(found)] if found else None
+
+
+def _newest_environment(run: RunDir) -> EnvironmentSeen | None:
+    found = None
+    for event in run.events():
+        found = event if isinstance(event, EnvironmentSeen) else found
+    return found
+
+
+def environments(runs: Sequence[ComparedRun]) -> list[str]:
+    """A sentence for each run whose workers computed last with something else than the first one's."""
+    first, sentences = runs[0], []
+    for run in runs[1:]:
+        if first.environment is None or run.environment is None:
+            continue
+        if changed := run.environment.after(first.environment).changed:
+            sentences.append(f"{run.name}: another environment than {first.name}: {', '.join(changed)}.")
+    return sentences
 
 
 def flops_by_step(run: RunDir) -> dict[int, float]:
@@ -309,6 +329,7 @@ def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDiffere
         sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {found.common:,} common steps.")
         if found.other_clips:
             sentences.append(f"{found.other_clips:,} of them were trained on other clips, as their tokens differ.")
+    sentences += environments(runs)
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 

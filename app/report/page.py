@@ -14,7 +14,14 @@ from app.report.curves import balance_html, loss_html
 from app.report.gathered import RunFacts, read_facts
 from app.report.lanes import timelines_html
 from app.report.media import samples_html
-from app.report.tables import buckets_html, data_html, deviations_html, elastic_html, slow_html
+from app.report.tables import (
+    buckets_html,
+    data_html,
+    deviations_html,
+    elastic_html,
+    environment_html,
+    slow_html,
+)
 from app.report.totals import SpanTotals, StepTotals
 from app.report.words import percent, short
 from app.settings.out_files import check_page
@@ -46,7 +53,7 @@ def page(run: RunDir, facts: RunFacts) -> str:
         _section("Data", data_html(facts.events.data)),
         _section("Balance and speed", balance_html(facts.steps)),
         _section("Workers, generations and events", elastic_html(facts)),
-        _section("Settings", _settings(run)),
+        _section("Settings", environment_html(facts.events.environments) + _settings(run)),
     ]
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from html import escape
 
-from actors.records.events import RunEvent
+from actors.records.events import EnvironmentSeen, RunEvent, short_fact
 from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.facts import UsualStep, why_slow
 from app.report.gathered import RunFacts
 from app.report.totals import DataAccount, SourceAccount, SpanTotals
 from app.settings.config import RunConfig
-from ops.counted import counted
+from ops.counted import counted, first_of
 from ops.geometry import PixelShape
 from ops.models.folders import resolve
 
@@ -103,6 +103,22 @@ def _source_row(counts: SourceAccount) -> str:
     bad = sum(counts.skipped.values())
     cells = (counts.name, counts.indexed, counts.planned, counts.scheduled, counts.delivered, bad)
     return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}<td class='words'>{escape(why)}</td></tr>"
+
+
+def environment_html(environments: Iterable[EnvironmentSeen]) -> str:
+    """What the workers computed with, from which step on; nothing of a version that does not say."""
+    rows = []
+    for seen in environments:
+        software = ", ".join(f"{name} {short_fact(value)}" for name, value in seen.software.items())
+        gpus = ", ".join(f"{count} x {name}" for name, count in seen.gpus.items()) or "none"
+        rows.append(
+            f"<tr><td>{seen.from_step:,}</td><td class='words'>{escape(software)}</td>"
+            f"<td class='words'>{escape(gpus)}</td><td class='words'>{escape(first_of(seen.hosts))}</td></tr>"
+        )
+    if not rows:
+        return ""
+    head = "<tr><th>from step</th><th>software</th><th>GPUs</th><th>hosts</th></tr>"
+    return f"<div class='wide'><table>{head}{''.join(rows)}</table></div>"
 
 
 def elastic_html(facts: RunFacts) -> str:

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, RunStarted
+from actors.records.events import EnvironmentSeen, HeldOutMeasured, RunEvent, RunFinished, RunStarted
 from actors.records.lines import record_of
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
@@ -36,6 +36,7 @@ from ops.geometry import PixelShape
 MAX_GENERATIONS = 100  # listed from the start and from the end of the run
 MAX_SLOW = 8
 MAX_DEVIATIONS = 12
+MAX_ENVIRONMENTS = 12  # the newest
 FIRST_EVENTS, LAST_EVENTS = 20, 60  # listed: how it began, and what it is like now
 
 
@@ -288,6 +289,7 @@ class EventTotals:
         self.num_told = 0
         self.during: dict[int, list[str]] = {line.step: [] for line in slow}
         self.data: DataAccount | None = None  # as counted last, at a start or at the end of the run
+        self.environments: deque[EnvironmentSeen] = deque(maxlen=MAX_ENVIRONMENTS)  # each unlike the one before
         self.held_out: dict[int, HeldOutMeasured] = {}  # by step; the last one where a step was computed again
 
     def add(self, event: RunEvent) -> None:
@@ -295,6 +297,9 @@ class EventTotals:
             self.data = record_of(DataAccount, event.data)
         elif isinstance(event, RunFinished):
             self.data = record_of(DataAccount, event.ledger)
+        elif isinstance(event, EnvironmentSeen):
+            if not self.environments or event.after(self.environments[-1]).changed:
+                self.environments.append(event)
         elif isinstance(event, HeldOutMeasured):
             self.held_out.pop(event.step, None)
             self.held_out[event.step] = event

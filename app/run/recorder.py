@@ -1,4 +1,4 @@
-"""Writes a run's folder: metrics.jsonl, TensorBoard, timeline.jsonl, events.jsonl and plans/, while it trains."""
+"""Writes a run's folder while it trains: metrics.jsonl, TensorBoard, timeline.jsonl, events.jsonl, env.json, plans/."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.outcome import NotRecorded
-from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, SamplesMade, SettingsChanged
+from actors.records.events import EnvironmentSeen, HeldOutMeasured, RunEvent, RunFinished, SamplesMade, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
 from actors.step import StepAssignment
-from app.records.rundir import OLDER_TIMELINE, TIMELINE
+from app.records.rundir import ENVIRONMENT, OLDER_TIMELINE, TIMELINE
 from app.run.asides import RunAsides
 from app.run.train_reports import TrainReports
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
 from ops.line_file import LineFile
 from ops.typed import as_plain
+from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +142,20 @@ class Recorder:
                 self._save_settings()  # a resume that had nothing left to do
         self._write_event(event)
         self._metrics.event(event)
-        if isinstance(event, HeldOutMeasured):
+        if isinstance(event, EnvironmentSeen):
+            self._write_environment(event)
+        elif isinstance(event, HeldOutMeasured):
             self._metrics.held_out(event)
         elif isinstance(event, SamplesMade):
             self._metrics.samples(event)
+
+    def _write_environment(self, event: EnvironmentSeen) -> None:
+        """The newest one, for people and programs that look for it; events.jsonl has all of them."""
+        line = {name: value for name, value in event.line().items() if name not in ("event", "generation")}
+        try:
+            write_whole(self._run_dir / ENVIRONMENT, json.dumps(line, indent=1) + "\n")
+        except OSError as error:
+            log.warning("%s was not written: %s", ENVIRONMENT, error)
 
     def _write_event(self, event: RunEvent) -> None:
         """Or keep it for later: no event is a reason to end a run, and the next step cannot be recorded either."""

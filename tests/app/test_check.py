@@ -13,10 +13,11 @@ import torch
 
 from app.bench.lab import patiently
 from app.check.command import marked, run_check, sentences, table
-from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, digest_of, gpu_facts, hidden, software
+from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, digest_of, gpu_facts, hidden
 from app.check.findings import ClusterFacts, Reach, findings
 from app.check.looks import judged
 from app.settings.config import RunConfig, from_here
+from ops.environment import software
 from ops.typed import ConfigError
 
 ROOT = Path(__file__).parents[2]

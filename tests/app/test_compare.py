@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from actors.outcome import Exit
-from actors.records.events import HeldOutMeasured
+from actors.records.events import EnvironmentSeen, HeldOutMeasured
 from app.cli import app
 from app.records.rundir import RunDir
 from app.report.compare import LossDifference, flops_by_step, labels, loss_difference, page, read_run, write_comparison
@@ -88,6 +88,20 @@ def test_a_run_whose_timeline_is_gone_has_no_flops(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").unlink()
     run = read_run(RunDir.open(run_folder), "demo")
     assert math.isnan(run.medians["tflops"]) and run.steps == 30
+
+
+def test_runs_of_different_environments_are_told_apart(run_folder: Path) -> None:
+    seen = EnvironmentSeen(from_step=0, software={"commit": "ab" * 20, "torch": "2.12"}, gpus={"A100": 8})
+    other = copy_of(run_folder, "other", lambda line: line)
+    bare = copy_of(run_folder, "bare", lambda line: line)  # of a version that does not say
+    newer = replace(seen, software={"commit": "ab" * 20, "torch": "2.13"})
+    for folder, events in ((run_folder, [seen]), (other, [seen, newer])):
+        with (folder / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(event.line()) + "\n" for event in events)
+    lines = write_comparison([run_folder, other, bare], run_folder / "page.html")
+    sentence = "other: another environment than demo: torch 2.12 -> 2.13."
+    assert lines[3:] == [sentence]
+    assert html.escape(sentence) in (run_folder / "page.html").read_text()
 
 
 def test_names_tell_runs_apart(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import ray.train
 
 from actors.outcome import NotRecorded
 from actors.plan.types import StepPlan
-from actors.records.events import RunFinished, SettingsChanged, WorkersAwaited
+from actors.records.events import EnvironmentSeen, RunFinished, SettingsChanged, WorkersAwaited
 from actors.records.metrics_line import metrics_of
 from actors.records.span_record import span_of
 from actors.step import StepAssignment
@@ -108,6 +109,24 @@ def test_a_step_that_the_disk_refuses_is_recorded_once_by_a_later_try(
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_the_workers_compute_with_now_is_a_file_of_its_own(tmp_path: Path) -> None:
+    first = EnvironmentSeen(time=1.0, from_step=0, software={"torch": "2.12"}, hosts=("a",))
+    second = replace(first, time=2.0, from_step=500, software={"torch": "2.13"}).after(first)
+    with Recorder(tmp_path) as writer:
+        writer.on_event(first)
+        writer.on_event(second)
+        told = json.loads((tmp_path / "env.json").read_text())
+        assert (told["from_step"], told["software"], told["changed"]) == (
+            500,
+            {"torch": "2.13"},
+            ["torch 2.12 -> 2.13"],
+        )
+        (tmp_path / "env.json").unlink()
+        (tmp_path / "env.json").mkdir()  # where nothing can be written: no reason to end a run
+        writer.on_event(first)
+    assert len(list(RunDir(tmp_path).events())) == 3
 
 
 def test_events_that_the_disk_refuses_come_before_the_next_step(tmp_path: Path, storage: Storage) -> None:

@@ -13,7 +13,7 @@ import av
 import numpy as np
 import pytest
 
-from actors.records.events import RunFinished
+from actors.records.events import EnvironmentSeen, RunFinished
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
 from app.drawing.svg import ACROSS, Bar, BarRow, Lane, Series, bars, line_chart, thin_out, ticks, timeline
@@ -118,6 +118,22 @@ def test_the_page_has_the_gradient_norm_and_the_learning_rate(run_folder: Path) 
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     text = loss_section()
     assert "Gradient norm" not in text and "Learning rate" not in text
+
+
+def test_the_page_says_from_which_step_on_the_run_computed_with_what(run_folder: Path) -> None:
+    commit = "84264bc162f783fbcecdb8c3a60619f309da7d86"
+    one = EnvironmentSeen(from_step=0, software={"commit": commit, "torch": "2.12"}, hosts=("a", "b"))
+    two = EnvironmentSeen(from_step=20, software={"commit": commit, "torch": "2.13"}, gpus={"H100": 2}, hosts=("a",))
+    with (run_folder / "events.jsonl").open("a") as file:
+        for event in (one, one.after(one), two.after(one)):
+            file.write(json.dumps(event.line()) + "\n")
+    text = write_report(RunDir.open(run_folder)).read_text()
+    table = text.split("Settings</h2>")[1].split("</table>")[0]
+    assert [re.findall("<td[^>]*>([^<]*)", row) for row in table.split("<tr>")[2:]] == [
+        ["0", "commit 84264bc162, torch 2.12", "none", "a, b"],
+        ["20", "commit 84264bc162, torch 2.13", "2 x H100", "a"],
+    ]
+    assert "the environment is another one from step 20 on: torch 2.12 -&gt; 2.13, GPUs none -&gt; H100" in text
 
 
 def test_clips_and_their_contact_sheets_are_embedded(run_folder: Path) -> None:

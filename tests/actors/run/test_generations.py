@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +26,7 @@ from actors.pool.membership_types import (
     StepDispatch,
     View,
 )
-from actors.records.events import GenerationFormed, NodeRests, WeightsFetched, WorkersLeftOut
+from actors.records.events import EnvironmentSeen, GenerationFormed, NodeRests, WeightsFetched, WorkersLeftOut
 from ops.waiting import Patience
 from tests.actors.fakes import Handle, Listening, StateHere, controller_of, pool_here
 
@@ -50,8 +53,8 @@ def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> N
 def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
     """One worker without room is enough: all do as it does."""
     infos: Any = (
-        SimpleNamespace(gradients="node", parameters="replicated", host_weights_gib=0.0),
-        SimpleNamespace(gradients="node", parameters="node", host_weights_gib=56.8),
+        SimpleNamespace(gradients="node", parameters="replicated", host_weights_gib=0.0, environment=()),
+        SimpleNamespace(gradients="node", parameters="node", host_weights_gib=56.8, environment=()),
     )
     world = [SimpleNamespace(name=name) for name in ("w0", "w1")]
     runner = SimpleNamespace(world=world, cluster=Cluster(nodes=(2,)), next_step=0)
@@ -64,6 +67,34 @@ def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
     assert [type(event) for event in told] == [GenerationFormed, WeightsFetched, GenerationFormed]
     assert [event.parameters for event in told if isinstance(event, GenerationFormed)] == ["node", "node"]
     assert "56.80 GiB" in told[1].describe() and "short runs have done this" in told[1].describe()
+
+
+def of(host: str, **environment: str) -> WorkerInfo:
+    told = tuple(environment.items())
+    return WorkerInfo(worker="w", node=host, host=host, pid=1, device="cpu", gpu_memory_gib=0.0, environment=told)
+
+
+def test_what_workers_compute_with_is_told_at_every_start_and_where_it_changes(tmp_path: Path) -> None:
+    """A start after another controller's knows what that one has told."""
+    old, new = {"torch": "2.12", "gpu": "A100"}, {"torch": "2.13", "gpu": "A100"}
+    runner = SimpleNamespace(world=[], cluster=Cluster(nodes=(1,)), next_step=7)
+    told: list[EnvironmentSeen] = []
+    for formed in ([[of("a", **old)], [of("b", **old)]], [[of("a", **old)], [of("a", **old), of("b", **new)]]):
+        listener = Listening()
+        manager: Any = controller_of(StateHere(), events=Events(listener)).generations
+        manager.config = replace(manager.config, run_dir=str(tmp_path))
+        manager.forming = SimpleNamespace(form=lambda decision: runner)
+        for generation, infos in enumerate(formed, start=1):
+            manager._form(Form(generation=generation, workers=(), infos=tuple(infos), reason="", clean=False))
+        told += [event for event in listener.told if isinstance(event, EnvironmentSeen)]
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(event.line()) + "\n" for event in told))
+    assert [(event.software["torch"], event.hosts, event.changed) for event in told] == [
+        ("2.12", ("a",), ()),
+        ("2.12", ("a",), ()),
+        ("2.12 or 2.13 (b)", ("a", "b"), ("torch 2.12 -> 2.12 or 2.13 (b)",)),
+    ]
+    assert told[-1].gpus == {"A100": 2} and told[-1].from_step == 7
+    assert [bool(event.describe()) for event in told] == [False, False, True]
 
 
 @pytest.mark.parametrize(("least", "leaves"), [(1, True), (2, False)])
