@@ -719,6 +719,16 @@ class HeldOutMeasured(RunEvent, event="held_out"):
         return line | {name: finite(line[name]) for name in ("loss", "by_bucket", "by_noise")}
 
 
+class TrackerQuiet(RunEvent, event="tracker_quiet"):
+    """A tracker of `track` is not seen where people look for it: it did not open, or lacks a key."""
+
+    tracker: str
+    why: str
+
+    def describe(self) -> str:
+        return f"warning: track {self.tracker}: {self.why}"
+
+
 class HeldOutFailed(RunEvent, event="held_out_failed"):
     """The loss of held-out clips at a checkpoint was not measured; -1: it will not be at any."""
 

@@ -24,7 +24,7 @@ from statistics import median
 from types import TracebackType
 from typing import TypeGuard
 
-from actors.records.events import HeldOutMeasured, RunEvent, SamplesMade
+from actors.records.events import HeldOutMeasured, RunEvent, SamplesMade, TrackerQuiet
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.alerts import ALERTS
@@ -161,6 +161,10 @@ class Metrics:
             if "step" in record:
                 return int(number_in(record, "step", -1)), int(number_in(record, "generation", -1))
         return None
+
+    def quiet(self) -> list[RunEvent]:
+        """An event for each tracker that nobody sees as things are."""
+        return [TrackerQuiet(tracker=name, why=why) for name, why in self._trackers.quiet().items()]
 
     def held_out(self, measured: HeldOutMeasured) -> None:
         """A loss of held-out clips, for trackers: at the step of its checkpoint, which is over by now."""

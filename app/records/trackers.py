@@ -10,6 +10,8 @@ import json
 import logging
 import math
 import os
+import re
+import socket
 import threading
 import time
 import uuid
@@ -44,6 +46,7 @@ _GAUGES_S = 5.0  # from one setting of gauges to the next
 _TITLE_LENGTH = 63  # W&B's limit
 _OPENING_S = 0.5  # that the run waits for a service that is tried again
 _REST_S, _LONGEST_REST_S = 60.0, 3600.0  # of a tracker that has failed, each twice as long as the one before
+_SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
 
@@ -68,6 +71,8 @@ class Tracker(Protocol):
     """One place for curves, and for samples where it takes files. Steps come in order; after `forget` from an
     earlier one again. Figures of a checkpoint, and its samples, come late, with its step."""
 
+    quiet: str  # why nobody sees it where it is usually seen; "": it is seen
+
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         """`time` is in unix seconds."""
 
@@ -84,6 +89,8 @@ class Tracker(Protocol):
 
 class TensorBoardTracker:
     """Event files in `events/` of the run's folder. Of samples it takes the contact sheet: it plays no MP4."""
+
+    quiet = ""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._folder = folder / "events"
@@ -165,8 +172,10 @@ class WandbTracker:
         known = folder / WANDB_ID
         if not known.exists():
             known.write_text(uuid.uuid4().hex[:12])
-        by_key = "online" if wandb.api.api_key else "offline"
-        mode: Any = os.environ.get("WANDB_MODE") or by_key  # a Literal of wandb's, which refuses other words itself
+        wanted, has_key = os.environ.get("WANDB_MODE"), bool(wandb.api.api_key)
+        self.quiet = "" if wanted or has_key else _no_key(folder)
+        # a Literal of wandb's, which refuses other words itself
+        mode: Any = wanted or ("online" if has_key else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "heddle"),
             name=folder.name,
@@ -204,12 +213,31 @@ class WandbTracker:
         self._run.finish()
 
 
+def without_secrets(text: str) -> str:
+    """What a service has said, for files and logs that others read: without keys, and without names and passwords in
+    addresses."""
+    for name in _SECRETS:
+        if value := os.environ.get(name):
+            text = text.replace(value, "***")
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
+
+
+def _no_key(folder: Path) -> str:
+    return (
+        f"there is no key on {socket.gethostname()}, where the run's controller is, so it writes to "
+        f"{folder / 'wandb'}, for `wandb sync`. Export WANDB_API_KEY in the shell that starts the run and resume, or, "
+        f"if that is meant, WANDB_MODE=offline"
+    )
+
+
 class MlflowTracker:
     """A run on the tracking server of MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME or "heddle",
     with the settings as its parameters. Without that variable it writes to `mlruns/` of the run's folder.
 
     A server that does not answer holds up one step, by some seconds. Steps that are computed again stand there twice.
     """
+
+    quiet = ""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own are seven, over minutes
@@ -282,6 +310,8 @@ class RayTracker:
     Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
     whose steps are longer, or do not come, is seen as long as its process lives.
     """
+
+    quiet = ""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, repeat_s: float = _GAUGES_S) -> None:
         self._run, self._repeat_s = label_of(folder.name), repeat_s
@@ -375,6 +405,7 @@ class _Rest:
 
     seconds: float
     until: float
+    why: str
 
 
 class _Opening:
@@ -428,6 +459,12 @@ class Trackers:
             self._forgets[name] = min(step, self._forgets.get(name, step))
         self._all(lambda tracker: None)
 
+    def quiet(self) -> dict[str, str]:
+        """Why nobody sees them, of those that did not open, and of those that lack something for it."""
+        why = {name: tracker.quiet for name, tracker in self._open.items() if tracker is not None and tracker.quiet}
+        left = {name: f"it takes nothing for now ({one.why})" for name, one in self._rests.items()}
+        return why | left
+
     def _all(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             rest = self._rests.get(name)
@@ -474,6 +511,6 @@ class Trackers:
     def _leave(self, name: str, error: Exception) -> None:
         before = self._rests.get(name)
         seconds = _REST_S if before is None else min(2 * before.seconds, _LONGEST_REST_S)
-        self._rests[name] = _Rest(seconds, time.monotonic() + seconds)
-        why = f"{type(error).__name__}: {error}"
+        why = without_secrets(f"{type(error).__name__}: {error}")
+        self._rests[name] = _Rest(seconds, time.monotonic() + seconds, why)
         log.warning("%s gets nothing of this run for %.0f s (%s); metrics.jsonl is whole", name, seconds, why)

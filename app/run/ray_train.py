@@ -29,6 +29,7 @@ from app.run.controller_watch import ControllerWatch
 from app.run.operator import monitor_of
 from app.run.outcomes import EndedRun, has_ended, read_outcome
 from app.run.signals import RunSignals
+from app.run.tracker_environment import in_environment, tracker_environment
 from app.settings.config import RunConfig
 from app.settings.errors import one_line
 from app.settings.resume import Change
@@ -115,7 +116,8 @@ def _fit(
     own = folder / RAY_TRAIN
     shutil.rmtree(own, ignore_errors=True)
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
-    loop: Any = controller_loop  # Ray hands on what the loop returns; its types say that a loop returns nothing
+    # Ray hands on what the loop returns; its types say that a loop returns nothing
+    loop: Any = in_environment(controller_loop, tracker_environment(config.track))
 
     def trainer(number: int) -> TorchTrainer:
         return TorchTrainer(

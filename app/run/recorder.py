@@ -84,6 +84,8 @@ class Recorder:
         self._timed: StepMetrics | None = None  # the newest step that is in the timeline
 
     def __enter__(self) -> Recorder:
+        for event in self._metrics.quiet():
+            self.on_event(replace(event, time=time.time()))
         return self
 
     def __exit__(self, *exception: object) -> None:

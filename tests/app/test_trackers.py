@@ -2,6 +2,7 @@ import dataclasses
 import importlib.metadata
 import io
 import json
+import os
 import re
 import threading
 import time
@@ -15,12 +16,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.records.events import CheckpointFailed, HeldOutMeasured, RunEvent, SamplesMade, WorkerReady
+from actors.records.events import (
+    CheckpointFailed,
+    HeldOutMeasured,
+    RunEvent,
+    SamplesMade,
+    TrackerQuiet,
+    WorkerReady,
+)
 from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
+from app.records.rundir import RunDir
 from app.records.trackers import EVENT_TIME, TRACKERS, RayTracker, SampleFiles, Trackers, gauge_of
 from app.run.recorder import Recorder
+from app.run.tracker_environment import in_environment, tracker_environment
 from app.sampling.clips import write_clips
 from app.settings.config import RunConfig
 from app.settings.packages import check_installed
@@ -38,6 +48,7 @@ class Spy:
 
     made: list["Spy"] = []  # noqa: RUF012
     fails_at = ""
+    quiet = ""
 
     def __init__(self, folder: Path, config) -> None:
         if self.fails_at == "open":
@@ -305,6 +316,7 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
     folder.mkdir()
     for start in (0, 2):  # the second time as a resumed run does
         trackers = Trackers(["wandb"], folder, {"train": {"seed": 3}})
+        assert "Export WANDB_API_KEY in the shell" in trackers.quiet()["wandb"]
         for step in range(start, start + 2):
             trackers.log(step, 1.7e9 + step, [("train/loss", 1.0 / (step + 1))])
         if start:
@@ -320,6 +332,34 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
     assert b"checkpoint_failed: tracked" in stored and b"no space left on device" in stored
     held = {file.suffix for run in runs for file in run.glob("files/media/**/*") if file.is_file()}
     assert held == {".mp4", ".png"}
+
+
+def test_a_tracker_that_nobody_sees_is_told_at_the_start_and_no_key_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A controller on another node has the environment of that node: no key, and a server that refuses."""
+    secret = "0123456789abcdef"
+
+    class Refused(Spy):
+        def __init__(self, folder: Path, config) -> None:
+            raise RuntimeError(f"401 of https://me:{secret}@tracking.example, key {secret}")
+
+    class Keyless(Spy):
+        quiet = "there is no key"
+
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    monkeypatch.setitem(TRACKERS, "mlflow", Refused)
+    monkeypatch.setitem(TRACKERS, "wandb", Keyless)
+    with Recorder(tmp_path, config=RunConfig.from_yaml(f"{RUN}track: [tensorboard, wandb, mlflow]\n")):
+        pass
+    events = list(RunDir(tmp_path).events())
+    assert all(isinstance(event, TrackerQuiet) and event.time > 0 for event in events)
+    assert [event.describe() for event in events] == [
+        "warning: track wandb: there is no key",
+        "warning: track mlflow: it takes nothing for now (RuntimeError: 401 of https://***@tracking.example, key ***)",
+    ]
+    told = (tmp_path / "events.jsonl").read_text() + caplog.text
+    assert secret not in told and "401 of" in caplog.text
 
 
 def test_mlflow_writes_a_run_of_its_own_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,3 +520,19 @@ def gauges_of(text: str, run: str) -> dict[tuple[str, str], float]:
         if label["run"] == run:
             found[name, label["of"]] = float(value)
     return found
+
+
+def test_the_controller_gets_what_trackers_read_in_the_shell_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the function that it runs: what stands beside it, Ray shows to all who see the cluster."""
+    import ray.cloudpickle
+
+    shell = {"WANDB_API_KEY": "k", "WANDB_PROJECT": "films", "WANDB_SERVICE": "3-17-tcp", "MLFLOW_TRACKING_URI": "u"}
+    shell |= {"HOME": "/home/me", "AWS_SECRET_ACCESS_KEY": "s"}
+    assert tracker_environment(["tensorboard"], shell) == {}
+    found = tracker_environment(["tensorboard", "wandb"], shell)
+    assert found == {"WANDB_API_KEY": "k", "WANDB_PROJECT": "films"}
+    assert tracker_environment(["mlflow"], shell) == {"MLFLOW_TRACKING_URI": "u"}
+    for name, there in (("WANDB_API_KEY", ""), ("WANDB_PROJECT", "of the node")):
+        monkeypatch.setenv(name, there)
+    sent = ray.cloudpickle.dumps(in_environment(lambda settings: os.environ["WANDB_PROJECT"] + settings, found))
+    assert ray.cloudpickle.loads(sent)("!") == "films!" and os.environ["WANDB_API_KEY"] == "k"
