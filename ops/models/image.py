@@ -14,6 +14,7 @@ from ops.models.files import check_files, variant_of
 from ops.models.folders import component
 from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
+from ops.models.seeded import drawn_from
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ def random_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
     from transformers import CLIPVisionModel  # heavy: seconds to import
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with drawn_from(config.seed):
         encoder = CLIPVisionModel(_random_shape(config))
     side = {"height": config.size, "width": config.size}
     processor = CLIPImageProcessorPil(size={"shortest_edge": config.size}, crop_size=side)

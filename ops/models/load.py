@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
+from ops.models.seeded import drawn_from
 
 if TYPE_CHECKING:
     import torch
@@ -223,10 +224,7 @@ def dit_skeleton(config: DiTConfig) -> nn.Module:
 
 
 def _random_dit(config: DiTConfig, seed: int) -> nn.Module:
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawn_from(seed):
         return bare_dit(config)
 
 

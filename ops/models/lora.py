@@ -20,6 +20,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.float8 import FrozenDtype, FrozenLinear, wide_weight
+from ops.models.seeded import drawn_from
 from ops.models.train_only import nearest
 from ops.precision import precise_product
 
@@ -149,8 +150,7 @@ def _any_end(layer: str) -> str:
 def first_factors(module: nn.Module, seed: int) -> nn.Module:
     """Give the factors of a module on the meta device values, in fp32 on the CPU, drawn from `seed`. Magnitudes stay
     there: they follow from weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawn_from(seed):
         for layer in (part for part in module.modules() if isinstance(part, LoRALinear)):
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")

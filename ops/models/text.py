@@ -16,6 +16,7 @@ from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import check_tokenizer, component, tokenizer_of
 from ops.models.frozen import Source, frozen
 from ops.models.place import home_of, on_device, visiting
+from ops.models.seeded import drawn_from
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
@@ -151,8 +152,7 @@ def random_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     from transformers import ByT5Tokenizer, T5EncoderModel  # heavy: seconds to import
 
     shape = random_shape(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with drawn_from(config.seed):
         encoder = T5EncoderModel(shape)
         look_at_neighbours(encoder)
     return T5Text(encoder, ByT5Tokenizer(), config, device)

@@ -24,6 +24,7 @@ from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import check_tokenizer, second_text_folder, text_folder, text_parts, tokenizer_of
 from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
+from ops.models.seeded import drawn_from
 from ops.models.text import Tokenizer, load_text
 from ops.models.text_pair import as_seen, recipe_of
 from ops.models.text_pair_load import lacks, read_whole
@@ -178,8 +179,7 @@ def _random(config: TextConfig) -> tuple[Gemma3TextModel, LTX2TextConnectors]:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
     from transformers import Gemma3TextModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with drawn_from(config.seed):
         return Gemma3TextModel(_random_shape(config)), LTX2TextConnectors(**_random_connectors(config))
 
 

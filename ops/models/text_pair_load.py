@@ -20,6 +20,7 @@ from ops.models.folders import (
     tokenizer_of,
 )
 from ops.models.frozen import Source
+from ops.models.seeded import drawn_from
 from ops.models.text import load_text, look_at_neighbours
 from ops.models.text_glyphs import GlyphText
 from ops.models.text_picture import eyes_of, random_processor
@@ -199,8 +200,7 @@ def random_pair(config: TextConfig, device: torch.device | str) -> PooledText | 
     """Small encoders over bytes with weights drawn from `config.seed`: the same on every worker."""
     from transformers import ByT5Tokenizer, T5EncoderModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with drawn_from(config.seed):
         encoder, second = pair_skeleton(config)
         for one in (encoder, second):
             if isinstance(one, T5EncoderModel):

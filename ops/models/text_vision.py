@@ -17,6 +17,7 @@ from ops.models.folders import text_parts
 from ops.models.frozen import Source
 from ops.models.image import Preprocessor
 from ops.models.place import home_of, on_device, visiting
+from ops.models.seeded import drawn_from
 from ops.models.text import load_text
 from ops.packed.uploads import upload
 
@@ -57,8 +58,7 @@ def random_siglip(config: TextConfig, device: torch.device | str) -> SiglipRows:
     """A small one with weights drawn from `config.seed`: the same on every worker."""
     from transformers import SiglipVisionModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with drawn_from(config.seed):
         encoder = SiglipVisionModel(_random_shape(config))
     return SiglipRows(encoder, random_siglip_processor(config), config, device)
 
