@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.plan.types import Plan
+from actors.plan.types import Plan, PlanError
 from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import print_account
 from app.inputs.batches import device_gib, with_limits, with_limits_of
@@ -176,6 +176,24 @@ def _gradients(config: RunConfig, weights: int, device: str) -> str:
     return f"{4 * weights / 2**30:.2f} GiB {where} (train.memory.gradients: {config.train.memory.gradients})"
 
 
+def _alone_line(plan: Plan, inputs: PlanInputs) -> str:
+    """The plan beside one of its workers alone, with the same items; "" of one worker, and where one alone has no room
+    for them or cannot follow the settings."""
+    cluster, workers = inputs.cluster, inputs.cluster.num_workers
+    if workers == 1:
+        return ""
+    one = replace(cluster, nodes=(1,), hosts=(), places=(), speed=(), room_gib=cluster.room_gib[:1])
+    try:
+        alone = step_seconds(planned(replace(inputs, cluster=one), plan.strategy))
+    except PlanError:
+        return ""
+    rate = alone / step_seconds(plan)
+    return (
+        f"          one worker alone: {alone:.3f} s per step; {workers} are {rate:.2f} times as fast, "
+        f"{100 * rate / workers:.0f}% of {workers} times"
+    )
+
+
 def _cuda_here() -> bool:
     import torch
 
@@ -200,6 +218,8 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
         f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )
     whole = step_seconds(plan)
+    if line := _alone_line(plan, inputs):
+        print(line)
     if line := update_line([plan], inputs):
         print(line)
     minutes = whole * config.train.steps / 60

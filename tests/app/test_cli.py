@@ -175,6 +175,17 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert not (small_data / "runs").exists()
 
 
+def test_a_dry_run_says_how_much_faster_the_workers_are_than_one_of_them(dry_run: Dry) -> None:
+    _, printed, _ = dry_run()
+    line = next(text for text in printed.splitlines() if "one worker alone" in text)
+    found = re.search(r"alone: ([\d.]+) s per step; 3 are ([\d.]+) times as fast, (\d+)% of 3 times", line)
+    assert found, line
+    alone, rate, share = map(float, found.groups())
+    assert alone > 0 and 1 < rate <= 3 and share == pytest.approx(100 * rate / 3, abs=1)
+    _, printed, _ = dry_run("workers.max=1")
+    assert "plan      cascade on 1 worker" in printed and "one worker alone" not in printed
+
+
 def test_a_dry_run_gives_the_length_of_a_long_run_in_hours(dry_run: Dry) -> None:
     """A day of training was 1443.2 minutes."""
     for steps, unit in ((40, "minutes"), (1_000_000_000, "hours")):
