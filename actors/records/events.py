@@ -692,7 +692,7 @@ class HeldOutMeasured(RunEvent, event="held_out"):
     clips, of the clips of each bucket, and of the levels in each range. Two losses are of the same clips where both
     leave out the same buckets; those of a bucket always are."""
 
-    step: int  # -1: of weights whose step nobody knows, those of an exported folder
+    step: int  # -1: of the weights that the run began with, or of a folder's, whose step nobody knows
     loss: float
     clips: int
     unread: int  # clips that could not be decoded, which count nowhere
@@ -702,10 +702,13 @@ class HeldOutMeasured(RunEvent, event="held_out"):
     seconds: float  # since the checkpoint was whole
 
     def describe(self) -> str:
+        return self.told(f" after {counted(self.step + 1, 'step')}")
+
+    def told(self, when: str) -> str:
+        """One line for a person, with words for `when`."""
         unread = f", {self.unread} could not be read" if self.unread else ""
         left_out = f", {self.left_out} left out for want of memory" if self.no_room else ""
         about = f"{counted(self.clips, 'clip')}{unread}{left_out}, {self.seconds:.0f} s"
-        when = f" after {counted(self.step + 1, 'step')}" if self.step >= 0 else ""
         return f"held-out loss{when}: {self.loss:.4f} ({about})"
 
     @property
@@ -730,13 +733,15 @@ class TrackerQuiet(RunEvent, event="tracker_quiet"):
 
 
 class HeldOutFailed(RunEvent, event="held_out_failed"):
-    """The loss of held-out clips at a checkpoint was not measured; -1: it will not be at any."""
+    """The loss of held-out clips at a checkpoint, or before the first step (-1), was not measured. `ever`: it will not
+    be at any."""
 
     step: int
     why: str
+    ever: bool = False
 
     def describe(self) -> str:
-        if self.step < 0:
+        if self.ever:
             return f"no held-out loss in this run{_because(self.why)}"
         return f"no held-out loss after {counted(self.step + 1, 'step')}{_because(self.why)}"
 

@@ -12,12 +12,19 @@ from app.commands.options import After
 
 def validate(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
+        Path,
+        typer.Option(
+            "--checkpoint", help="Run folder (its latest), a checkpoint, an exported folder, or a published pipeline."
+        ),
     ],
     after: After = None,
     sources: Annotated[
         list[str] | None,
         typer.Option("--source", help="Held-out clips: shards, a table or a folder. Default: validation.sources."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="Of a published pipeline: folder or file of a run that trains it."),
     ] = None,
     clips: Annotated[int | None, typer.Option(help="How many; default: validation.clips of the run.", min=1)] = None,
     draws: Annotated[
@@ -30,4 +37,5 @@ def validate(
     from app.sampling.model import chosen_checkpoint
     from app.validation.checkpoint import validate as run
 
-    run(chosen_checkpoint(checkpoint, after), tuple(sources or ()), clips=clips, draws=draws, ema=ema, device=device)
+    folder = chosen_checkpoint(checkpoint, after)
+    run(folder, tuple(sources or ()), config=config, clips=clips, draws=draws, ema=ema, device=device)

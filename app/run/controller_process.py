@@ -20,6 +20,8 @@ from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
+from app.records.rundir import METRICS
+from app.records.tails import last_line
 from app.run.asides import RunAsides
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
@@ -106,10 +108,11 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
             (folder / OUTCOME).unlink()
         samples, held_out = LiveSamples(config, folder), LiveHeldOut(config, folder)
         samples.note_what_waits()
-        unmeasured = held_out.open()
+        begins = last_line(folder / METRICS) is None
+        missing = [*held_out.open(begins), *samples.open(begins)]
         asides = RunAsides([held_out, samples], config.sample.share)
         with Recorder(folder, asides, guard, config, settings["changes"]) as recorder:
-            for event in unmeasured:
+            for event in missing:
                 recorder.on_event(replace(event, time=time.time()))
             runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])
             controller = start_controller(runtime, recorder, asides=asides)

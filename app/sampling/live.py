@@ -48,8 +48,8 @@ def make(run_dir: str, device: str) -> list[str]:
 class _Round:
     """The samples of one checkpoint on their way."""
 
-    step: int
-    held_at: Path  # links to the checkpoint's files
+    step: int  # -1: of the first weights
+    held_at: Path  # links to the checkpoint's files; of the first weights there is none
     began: float
     clips: list[LiveClip]
     shown: dict[int, np.ndarray] = field(default_factory=dict)
@@ -69,6 +69,21 @@ class LiveSamples:
         self._running: ObjectRef[list[str]] | None = None
         for left in run_dir.glob("samples/.checkpoint*"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
+
+    def open(self, begins: bool) -> list[RunEvent]:
+        """Where the run `begins`, clips of the weights that it begins with are wanted first. Returns an event where
+        none will come."""
+        if not (begins and self._every and self._config.sample.first):
+            return []
+        if self._config.model.dit.lacks_expert:
+            why = "the run trains one of two experts, and a task of its own makes samples from checkpoints alone"
+            return [SamplesFailed(step=-1, why=why)]
+        try:
+            self._next = self._round_of(-1)
+        except (ConfigError, OSError) as error:
+            return [SamplesFailed(step=-1, why=str(error))]
+        self._begin_next()
+        return []
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
@@ -93,7 +108,7 @@ class LiveSamples:
             except OSError as error:  # a full disk
                 report = replace(report, failed=f"{error.strerror or error}: {self._run_dir / 'samples'}")
         self._dropped = {one.name for one in now.clips}
-        if not report.no_room:
+        if not report.no_room or now.step < 0:  # of the first weights there is no checkpoint for a task
             if self._round is now:  # its contact sheet alone may be missing, and the next has begun
                 self._begin_next()
             return SamplesFailed(step=now.step, why=report.failed)
@@ -111,7 +126,8 @@ class LiveSamples:
         from app.sampling.clips import clip_files
 
         prompts = self._config.sample.prompts
-        files, sheet = clip_files(self._run_dir / "samples" / f"step-{now.step}.mp4", len(prompts))
+        name = "first" if now.step < 0 else f"step-{now.step}"
+        files, sheet = clip_files(self._run_dir / "samples" / f"{name}.mp4", len(prompts))
         sheet.parent.mkdir(exist_ok=True)
         write_whole(files[clip.number], made.mp4)
         now.shown[clip.number] = made.shown
@@ -131,26 +147,35 @@ class LiveSamples:
         an earlier one."""
         if not self._every or (step + 1) % self._every:
             return None
-        from actors.state.checkpoint_files import step_folder
-        from actors.state.checkpoint_writer import root_of
-        from app.sampling.live_clip import LiveClip
-
         if self._running is not None and not self._collect(self._running, 0.0):
             return SamplesFailed(step=step, why="the earlier ones are still being made")
         if self._config.model.dit.lacks_expert:
             self._start_task()
             return None
         try:
-            first = self._first
+            _ = self._first
         except (ConfigError, OSError) as error:
             return SamplesFailed(step=step, why=str(error))
         if (late := self._next) is not None:
             self._let_go(late)
+        self._next = self._round_of(step)
+        if self._round is None:
+            self._begin_next()
+        return None if late is None else SamplesFailed(step=late.step, why="the next are due and they have not begun")
+
+    def _round_of(self, step: int) -> _Round:
+        """Raises ConfigError and OSError for pictures that cannot be read."""
+        from actors.state.checkpoint_files import step_folder
+        from actors.state.checkpoint_writer import root_of
+        from app.sampling.live_clip import LiveClip
+
+        first, folder = self._first, ""
         held_at = self._run_dir / "samples" / f".checkpoint-{step}"
-        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), held_at)
+        if step >= 0:
+            folder = str(held_checkpoint(step_folder(root_of(self._run_dir), step), held_at).resolve())
         clips = [
             LiveClip(
-                folder=str(folder.resolve()),
+                folder=folder,
                 step=step,
                 number=number,
                 config=self._config,
@@ -158,10 +183,7 @@ class LiveSamples:
             )
             for number in range(len(self._config.sample.prompts))
         ]
-        self._next = _Round(step=step, held_at=held_at, began=time.monotonic(), clips=clips)
-        if self._round is None:
-            self._begin_next()
-        return None if late is None else SamplesFailed(step=late.step, why="the next are due and they have not begun")
+        return _Round(step=step, held_at=held_at, began=time.monotonic(), clips=clips)
 
     def close(self) -> None:
         """The run is over: wait for the samples that the task makes."""

@@ -20,6 +20,7 @@ from app.sampling.clips import ClipSettings, make_clips
 from app.sampling.model import Model, by_noise
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
+from ops.models.load import first_values
 from ops.models.weights import check_state
 from ops.update.flat_vector import trainable
 
@@ -28,7 +29,7 @@ from ops.update.flat_vector import trainable
 class LiveClip:
     """One prompt of a checkpoint, as an aside."""
 
-    folder: str  # of the checkpoint
+    folder: str  # of the checkpoint; "": the weights that the run begins with
     step: int
     number: int
     config: RunConfig
@@ -39,8 +40,8 @@ class LiveClip:
         return f"step-{self.step} prompt {self.number}"
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
-        """Raises what `model_state` raises."""
-        return checkpoint_weights(self.folder, modules)
+        """Raises what `weights_of` raises."""
+        return weights_of(self.folder, modules, self.config.train.seed)
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
         """Text, noise and decode are those of `heddle sample`, by the worker's own modules."""
@@ -72,10 +73,14 @@ class LiveClip:
         return MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video))
 
 
-def checkpoint_weights(folder: str, modules: Modules) -> dict[str, Tensor]:
-    """The EMA of a checkpoint where it has one, for the worker's own transformer. Raises what `model_state` raises. The
-    run itself has just written it: its checksums are not read again beside the steps."""
+def weights_of(folder: str, modules: Modules, seed: int) -> dict[str, Tensor]:
+    """What is trained, for the worker's own transformer: the EMA of a checkpoint where it has one; without a `folder`
+    the weights that a run of this `seed` begins with. Raises what `model_state` and `first_values` raise. The run
+    itself has just written the checkpoint: its checksums are not read again beside the steps."""
     parameters = dict(trainable(modules.dit))
+    if not folder:
+        value = first_values(modules.config.dit, seed, next(iter(parameters.values())).dtype)
+        return {name: value(name).detach().to(one.dtype) for name, one in parameters.items()}
     state = model_state(Path(folder), verify=False)
     check_state(parameters, state, folder)
     return {name: state[name].to(parameters[name].dtype) for name in parameters}

@@ -154,6 +154,36 @@ def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pa
     )
 
 
+def published_model(folder: Path, config: RunConfig, *, device: str = "auto") -> SavedModel:
+    """A published pipeline by the settings of a run that began with it, or with one like it. Raises ConfigError where
+    the run's is another model."""
+    parts = {
+        "model.dit": config.model.dit.path,
+        "model.vae": config.model.vae.path,
+        "model.text": config.model.text.path,
+    }
+    if own := [name for name, path in parts.items() if not path]:
+        raise ConfigError(
+            f"{folder} is a published pipeline, and {' and '.join(own)} of the run's config names no folder: the two "
+            f"have nothing in common. Give the config of a run that trains this pipeline."
+        )
+    model, geometry = resolve(of_folder(config, folder))
+    if model.dit.architecture != config.model.dit.architecture:
+        raise ConfigError(
+            f"{folder} is {model.dit.architecture}, and model.dit.architecture of the run's config is "
+            f"{config.model.dit.architecture}. Give the config of a run that trains this pipeline."
+        )
+    return SavedModel(
+        trained=None,
+        other=None,
+        ema=False,
+        config=replace(config, model=model),
+        geometry=geometry,
+        step=0,
+        device=device,
+    )
+
+
 def weights_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
     """What a transformer's weights are read in to sample. Where all their products are in bfloat16 on a GPU, copies of
     them in fp32 would be read for nothing, and those of large models fit no GPU."""
@@ -258,11 +288,11 @@ def _folder_run(folder: Path, device: str) -> RunConfig:
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         return published_run(folder, autocast=on_gpu)
     config = RunConfig.load(folder / "heddle.yaml")
-    return replace(config, model=_export_model(config, folder))
+    return replace(config, model=of_folder(config, folder))
 
 
-def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
-    """The modules of the config, from the folder where it holds them."""
+def of_folder(config: RunConfig, folder: Path) -> ModelConfig:
+    """The modules of the config, from the folder where it holds them. Weights are those of the folder alone."""
     model, here = config.model, str(folder.resolve())
     return replace(
         model,

@@ -184,6 +184,7 @@ ELSEWHERE = {
     "sample_prompts": "sample.prompts",
     "validation_steps": "sample.every",
     "sample_every_n_steps": "sample.every",
+    "sample_at_first": "sample.first",
     "sample_every_n_epochs": "sample.every (in steps)",
     "eval_every_n_epochs": "validation.every (in steps)",
     "validation_dataset_file": "validation.sources",

@@ -46,6 +46,7 @@ class SampleConfig:
     last_images: tuple[str, ...] = ()  # the last frame, for transformers that take one; as many
     negative_prompt: str = ""  # what guidance moves away from
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only by heddle sample
+    first: bool = False  # with every: also by the weights that the run begins with, into samples/first.*
     # Share of the run's time that samples and held-out losses (`validation`) may take during training, beside the gaps
     # that plans leave idle.
     share: float = 0.05
@@ -127,6 +128,7 @@ class ValidationConfig:
 
     sources: tuple[SourceConfig, ...] = ()  # as data.sources, in the same buckets
     every: int = 0  # steps between losses, a multiple of checkpoint.every; 0: none
+    first: bool = True  # with every: also that of the weights that the run begins with, as "after 0 steps"
     clips: int = 64  # the first of a fixed shuffle; all where there are fewer
     draws: int = 4  # noise levels of each clip, the same every time
 

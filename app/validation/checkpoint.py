@@ -1,6 +1,7 @@
 """`heddle validate`: the loss of held-out clips at a checkpoint, as a live run measures it.
 
     heddle validate --checkpoint runs/demo --source "held-out/{00000..00003}.tar"
+    heddle validate --checkpoint models/wan --config runs/wan        # before the training: what a run began with
 
 A run measures by its workers' own precision of weights; here a GPU has them as it multiplies (`weights_dtype`). Buckets
 that this device has no memory for are left out, and not those that the run has left out: the two compare by bucket.
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from actors.records.events import HeldOutMeasured
 from app.device.choice import pick_device
-from app.sampling.model import saved_model
+from app.sampling.model import SavedModel, published_model, saved_model
 from app.sampling.published import is_pipeline
 from app.settings.config import RunConfig, check, from_here
+from app.settings.run_folder import CONFIG
 from app.validation.clips import held_out_clips
 from app.validation.live import measured, why_none
 from app.validation.work import HeldOutPart
@@ -29,32 +31,29 @@ def validate(
     checkpoint: Path,
     sources: tuple[str, ...] = (),
     *,
+    config: Path | None = None,
     clips: int | None = None,
     draws: int | None = None,
     ema: bool = True,
     device: str = "auto",
 ) -> HeldOutMeasured:
-    """Body of the command: what is not given is that of the run. Prints what it finds, and returns it.
+    """Body of the command: what is not given is that of the run, or of the `config` of one, which a published pipeline
+    needs. Prints what it finds, and returns it.
 
-    Raises ConfigError where there is nothing to measure or the weights are of no run, DataError where no clip fits a
-    bucket of the run, and what `saved_model` raises.
+    Raises ConfigError where there is nothing to measure or no run to measure it as, DataError where no clip fits a
+    bucket of the run, and what `saved_model` and `published_model` raise.
     """
-    if is_pipeline(checkpoint):
-        raise ConfigError(
-            f"{checkpoint} is a published pipeline, which no run of Heddle has made: it names no buckets. Give a run's "
-            f"folder, a checkpoint, or a folder of heddle export."
-        )
-    saved = saved_model(checkpoint, ema=ema, device=device)
+    saved = _saved(checkpoint, config, ema=ema, device=device)
     saved = replace(saved, config=_of_command(saved.config, sources, clips, draws))
-    config = saved.config
-    if not config.validation.sources:
+    settings = saved.config
+    if not settings.validation.sources:
         raise ConfigError("the run has no validation.sources: give --source, the path of clips that it did not train.")
-    chosen = held_out_clips(config, saved.geometry)
+    chosen = held_out_clips(settings, saved.geometry)
     began, modules = time.monotonic(), saved.modules()
     work = HeldOutPart(
-        train=config.train,
-        draws=config.validation.draws,
-        timeout_s=config.data.engine.clip_timeout_s,
+        train=settings.train,
+        draws=settings.validation.draws,
+        timeout_s=settings.data.engine.clip_timeout_s,
         clips=tuple(chosen),
     )
     done = work.run(modules, pick_device(device))
@@ -63,10 +62,27 @@ def validate(
     if not done.losses:
         raise ConfigError(f"none of {counted(len(chosen), 'clip')} could be decoded; `heddle data lint` says why.")
     seconds = time.monotonic() - began
-    step = saved.step if saved.trained is not None else -1
-    found = measured(step, done, chosen, seconds)
-    print("\n".join([found.describe(), *_table(found)]))
+    known = saved.trained is not None
+    found = measured(saved.step if known else -1, done, chosen, seconds)
+    print("\n".join([found.describe() if known else found.told(f" of {checkpoint}"), *_table(found)]))
     return found
+
+
+def _saved(checkpoint: Path, config: Path | None, *, ema: bool, device: str) -> SavedModel:
+    if not is_pipeline(checkpoint):
+        if config is not None:
+            raise ConfigError(
+                f"--config {config} is for a published pipeline, and {checkpoint} has the settings of its own run. "
+                f"Leave it out."
+            )
+        return saved_model(checkpoint, ema=ema, device=device)
+    if config is None:
+        raise ConfigError(
+            f"{checkpoint} is a published pipeline, which names no buckets. Give --config, the folder or file of a run "
+            f"that trains it: its buckets, flow and held-out clips count."
+        )
+    file = config / CONFIG if config.is_dir() else config
+    return published_model(checkpoint, RunConfig.load(file), device=device)
 
 
 def _of_command(config: RunConfig, sources: tuple[str, ...], clips: int | None, draws: int | None) -> RunConfig:

@@ -41,8 +41,8 @@ RANGES = 4  # of the noise level, equally wide, for each of which a mean is repo
 class _HeldOutRound:
     """The clips of one checkpoint on their way."""
 
-    step: int
-    held_at: Path  # links to the checkpoint's files
+    step: int  # -1: of the first weights
+    held_at: Path  # links to the checkpoint's files; of the first weights, which have none, an empty folder
     began: float
     works: tuple[HeldOutWork, ...]
     done: dict[str, ClipLosses] = field(default_factory=dict)  # by work
@@ -53,8 +53,8 @@ class _HeldOutRound:
 
 
 class LiveHeldOut:
-    """Wants losses at every checkpoint whose step count is a multiple of `validation.every`: one round at a time, while
-    at most one waits, that of the newest checkpoint."""
+    """Wants losses at every checkpoint whose step count is a multiple of `validation.every`, and of the weights that
+    the run begins with: one round at a time, while at most one waits, that of the newest checkpoint."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._given, self._run_dir, self._held_at = config, run_dir, run_dir / ".held_out"
@@ -66,12 +66,14 @@ class LiveHeldOut:
         self._num_rounds = 0
         self._no_room: dict[str, str] = {}  # buckets that are left out -> why
 
-    def open(self) -> list[RunEvent]:
-        """Find the clips now: what is wrong with them is known at the start of a run, and does not end it. A round in
-        whose middle the controller or the whole run ended begins again. Returns an event for each that does not."""
+    def open(self, begins: bool) -> list[RunEvent]:
+        """Find the clips now: what is wrong with them is known at the start of a run, and does not end it. Where it
+        `begins`, with no step yet, the first weights are measured. A round in whose middle the controller or the whole
+        run ended begins again. Returns an event for each that does not."""
         from actors.state.checkpoint_files import is_complete
 
         left = sorted({int(held.name.split("-")[1]) for held in self._held_at.glob("step-*-*")})
+        begins = begins or any(self._held_at.glob("first-*"))
         shutil.rmtree(self._held_at, ignore_errors=True)
         if not self._every:
             return []
@@ -79,10 +81,14 @@ class LiveHeldOut:
         try:
             clips = self._measurable()
         except (DataError, DataIOError, OSError, ValueError) as error:
-            return [HeldOutFailed(step=-1, why=str(error))]
+            return [HeldOutFailed(step=-1, why=str(error), ever=True)]
+        if begins and self._given.validation.first:
+            self._next = self._round_of(-1, clips)
+            self._begin_next()
         if left and is_complete(self._checkpoint(left[-1])):
             self._next = self._round_of(left.pop(), clips)
-            self._begin_next()
+            if self._round is None:
+                self._begin_next()
         return [HeldOutFailed(step=step, why="the run ended before it was measured") for step in left]
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
@@ -153,12 +159,14 @@ class LiveHeldOut:
         from app.validation.work import HeldOutPart, HeldOutWork
 
         config, self._num_rounds = self._config, self._num_rounds + 1
-        held_at = self._held_at / f"step-{step}-{self._num_rounds}"
-        folder = held_checkpoint(self._checkpoint(step), held_at)
+        held_at = self._held_at / f"{'first' if step < 0 else f'step-{step}'}-{self._num_rounds}"
+        folder = "" if step < 0 else str(held_checkpoint(self._checkpoint(step), held_at).resolve())
+        if step < 0:
+            held_at.mkdir(parents=True, exist_ok=True)  # for the controller after this one: not measured yet
         parts = min(config.workers.max, len(clips))
         works = tuple(
             HeldOutWork(
-                folder=str(folder.resolve()),
+                folder=folder,
                 step=step,
                 round=self._num_rounds,
                 number=number,

@@ -27,7 +27,7 @@ from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, pictur
 from actors.worker.loading import Modules
 from actors.worker.meter import ran_out, release
 from actors.worker.passes import clean_frames, compute_dtype, conditions_of, pass_settings
-from app.sampling.live_clip import checkpoint_weights
+from app.sampling.live_clip import weights_of
 from app.validation.clips import SEED, HeldOutClip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
 from data.types import Batch
@@ -153,7 +153,7 @@ class HeldOutPart:
 class HeldOutWork:
     """The same at a checkpoint of a live run, as an aside."""
 
-    folder: str  # of the checkpoint
+    folder: str  # of the checkpoint; "": the weights that the run begins with
     step: int
     round: int  # of the run: a checkpoint that is made again has another one
     number: int  # among those of the round
@@ -164,8 +164,8 @@ class HeldOutWork:
         return f"step-{self.step} held out {self.number} of round {self.round}"
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
-        """The EMA of the checkpoint where it has one. Raises what `model_state` raises."""
-        return checkpoint_weights(self.folder, modules)
+        """The EMA of the checkpoint where it has one. Raises what `weights_of` raises."""
+        return weights_of(self.folder, modules, self.part.train.seed)
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> ClipLosses:
         """Raises what `HeldOutPart.run` raises."""

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom, TurnReport
+from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom, TurnReport, TurnTask
 from actors.messages import CascadeTask, StepSample
 from actors.records.events import HeldOutFailed, HeldOutMeasured, event_of
+from actors.worker.aside import Asides
 from app.records.metrics import Metrics
 from app.report.curves import held_out_html
 from app.run import launch
@@ -31,8 +32,11 @@ from data.errors import DataError
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.flow.objective import draw_expert
 from ops.models.folders import resolve
+from ops.models.load import build_dit
+from ops.models.ltx.config import LTXConfig
 from ops.typed import ConfigError
 from tests.actors.exactness import Host, close_hosts, make_hosts
+from tests.families import test_wan
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 FAMILIES = ["demo", "demo-stdit", "cogvideox-tiny", "flux-tiny", "hunyuan-tiny", "latte-tiny", "ltx-tiny"]
@@ -113,10 +117,16 @@ def test_a_start_looks_for_the_held_out_clips_where_it_measures_their_loss_alone
         launch._check_files(replace(config, validation=replace(gone, every=20)))
 
 
-def test_a_published_pipeline_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_published_pipeline_without_a_run_that_trains_it_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is a published pipeline, which no run of Heddle has made"):
+    with pytest.raises(ConfigError, match=r"is a published pipeline, which names no buckets\. Give --config"):
         validate(tmp_path, (str(tmp_path),), device="cpu")
+    with pytest.raises(
+        ConfigError, match=r"model\.dit and model\.vae and model\.text of the run's config names no folder"
+    ):
+        validate(tmp_path, (str(tmp_path),), config=RUNS / "demo.yaml", device="cpu")
+    with pytest.raises(ConfigError, match=r"--config demo\.yaml is for a published pipeline, and .* Leave it out"):
+        validate(tmp_path / "step-3", config=Path("demo.yaml"), device="cpu")
 
 
 # -- its loss
@@ -309,12 +319,83 @@ def done_by(work: HeldOutWork, loss: float, unread: int = 0) -> TurnReport:
 
 
 def live_of(folder: Path, run_dir: Path, *changes: str) -> LiveHeldOut:
-    return LiveHeldOut(config_of(folder, "demo", *changes), run_dir)
+    return LiveHeldOut(config_of(folder, "demo", "validation.first=false", *changes), run_dir)
+
+
+def test_the_first_weights_are_measured_once_also_where_the_controller_dies_over_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A checkpoint meanwhile waits for its turn."""
+    checkpoint_of(tmp_path, 39)
+    for end in ("killed", "closed", "measured"):
+        live = LiveHeldOut(config_of(folder), tmp_path)
+        assert live.open(begins=end == "killed") == []
+        works = live.wanted()
+        assert [(work.step, work.folder) for work in works] == [(-1, "")] * 3
+        if end == "killed":
+            assert live.on_checkpoint(39) is None and live.wanted() == []
+        if end == "closed":
+            live.close()
+    *_, event = [live.ended(done_by(work, 1.0)) for work in works]
+    assert isinstance(event, HeldOutMeasured) and event.describe().startswith("held-out loss after 0 steps: 1.0000 (")
+    assert [work.step for work in live.wanted()] == [39, 39, 39]
+    again = LiveHeldOut(config_of(folder), tmp_path)
+    assert again.open(begins=False) == [] and {work.step for work in again.wanted()} == {39}
+    without = live_of(folder, tmp_path / "without")
+    assert without.open(begins=True) == [] and without.wanted() == []
+
+
+def test_the_first_weights_are_those_before_any_update_whatever_the_worker_holds_by_now(
+    folder: Path, ended: None
+) -> None:
+    """By a worker some steps later; its own weights are untouched by the turn."""
+    resolved, clips = clips_of(config_of(folder, "demo", "train.seed=5"))
+    (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
+    modules, parts = host.executor.modules, work_of(resolved, clips[:2])
+    modules.dit.load_state_dict(build_dit(resolved.model.dit, 5).state_dict())
+    expected = parts.run(modules, CPU)
+    with torch.no_grad():
+        for parameter in modules.dit.parameters():
+            parameter.mul_(1.5)
+    assert parts.run(modules, CPU) != expected
+    before = [parameter.detach().clone() for parameter in modules.dit.parameters()]
+    generator = torch.get_rng_state()
+    work = HeldOutWork(folder="", step=-1, round=1, number=0, part=parts)
+    report = Asides(modules, CPU).turn(TurnTask(generation=1, step=9, aside=work, gap_s=0, share=0, whole=True))
+    assert not report.failed and report.made == expected
+    assert all(torch.equal(one, other) for one, other in zip(before, modules.dit.parameters(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_published_pipeline_is_measured_as_the_run_that_trains_it_begins(
+    folder: Path, tmp_path: Path, ended: None
+) -> None:
+    base = test_wan.publish(tmp_path / "wan")
+    table = "data.buckets.table=[1x32x48, 9x32x48]"
+    config = replace(
+        config_of(folder, "demo", "validation.clips=2", "sample.prompts=[]", table), model=test_wan.settings(base)
+    )
+    (run := tmp_path / "run").mkdir()
+    with_factors = replace(config, model=test_wan.settings(base, lora_rank=2))
+    (run / "config.yaml").write_text(with_factors.to_yaml())
+    (moved := tmp_path / "moved").symlink_to(base)  # where the weights lie now
+    found = validate(moved, config=run, device="cpu")
+    resolved, clips = clips_of(config)
+    (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
+    work = HeldOutWork(folder="", step=-1, round=1, number=0, part=work_of(resolved, clips, draws=4))
+    task = TurnTask(generation=1, step=0, aside=work, gap_s=0, share=0, whole=True)
+    report = Asides(host.executor.modules, CPU).turn(task)
+    assert not report.failed and isinstance(report.made, ClipLosses)
+    assert found.loss == pytest.approx(measured(-1, report.made, clips, 0.0).loss, rel=1e-5) and found.clips == 2
+    other = replace(config, model=replace(config.model, dit=replace(LTXConfig(), path=str(base))))
+    (run / "config.yaml").write_text(other.to_yaml())
+    with pytest.raises(ConfigError, match=r"is wan, and model\.dit\.architecture of the run's config is ltx"):
+        validate(moved, config=run, device="cpu")
 
 
 def test_all_parts_of_a_checkpoint_become_one_event(folder: Path, tmp_path: Path) -> None:
     live = live_of(folder, tmp_path)
-    assert live.open() == [] and live.on_checkpoint(19) is None and live.wanted() == []
+    assert live.open(begins=False) == [] and live.on_checkpoint(19) is None and live.wanted() == []
     live.on_checkpoint(39)
     works = live.wanted()
     assert sorted(len(work.part.clips) for work in works) == [2, 3, 3] and live.wanted() == []
@@ -384,7 +465,7 @@ def test_a_bucket_that_one_worker_has_no_room_for_is_left_out_for_the_rest_of_th
     assert clips_by_bucket(live.wanted()) == all_clips - Counter({bucket: left_out}), "it is not tried again"
     (tmp_path / "events.jsonl").write_text(json.dumps(event.stamped(3).line()) + "\n")
     again = live_of(folder, tmp_path)
-    again.open()
+    again.open(begins=False)
     again.on_checkpoint(159)
     assert bucket not in clips_by_bucket(again.wanted()), "nor when the run goes on"
 
@@ -402,7 +483,7 @@ def test_buckets_stay_left_out_whatever_has_happened_to_lines_of_the_run(
     lines = [json.dumps(one.stamped(3).line()).encode() + b"\n" for one in (event, fewer)]
     (tmp_path / "events.jsonl").write_bytes(damage + lines[0] + damage + lines[1])
     live = live_of(folder, tmp_path)
-    assert live.open() == []
+    assert live.open(begins=False) == []
     live.on_checkpoint(119)
     left = clips_by_bucket(live.wanted())
     assert left and bucket not in left, "nor after a start whose clips were none of that bucket"
@@ -449,12 +530,12 @@ def test_what_a_controller_was_at_begins_again_with_the_next(folder: Path, tmp_p
         before.close()
         assert not list(tmp_path.glob(".held_out/*/*")), "what is left keeps no file"
     live = live_of(folder, tmp_path)
-    assert live.open() == [HeldOutFailed(step=39, why="the run ended before it was measured")]
+    assert live.open(begins=False) == [HeldOutFailed(step=39, why="the run ended before it was measured")]
     works = live.wanted()
     assert {work.step for work in works} == {79} and all((Path(w.folder) / "COMPLETE").exists() for w in works)
     events = [live.ended(done_by(work, 1.0)) for work in works]
     assert isinstance(events[-1], HeldOutMeasured) and not list(tmp_path.glob(".held_out/*"))
-    assert live_of(folder, tmp_path).open() == [], "what has ended leaves nothing"
+    assert live_of(folder, tmp_path).open(begins=False) == [], "what has ended leaves nothing"
 
 
 def test_a_checkpoint_that_is_made_again_is_measured_again(folder: Path, tmp_path: Path) -> None:
@@ -476,7 +557,7 @@ def test_a_checkpoint_that_is_made_again_is_measured_again(folder: Path, tmp_pat
 
 def test_sources_that_are_not_there_are_told_at_the_start_and_end_no_run(tmp_path: Path) -> None:
     live = live_of(tmp_path / "nowhere", tmp_path)
-    (event,) = live.open()
+    (event,) = live.open(begins=False)
     assert isinstance(event, HeldOutFailed) and "nowhere" in event.describe()
     assert isinstance(live.on_checkpoint(39), HeldOutFailed) and live.wanted() == []
 

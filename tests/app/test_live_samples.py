@@ -52,6 +52,34 @@ def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(tmp_path: Pa
     assert live.on_checkpoint(79) is None and live.wanted() == []
 
 
+def test_clips_of_the_first_weights_come_before_those_of_checkpoints_where_they_are_asked_for(tmp_path: Path) -> None:
+    live = samples(tmp_path, 40, "sample.first=true")
+    assert live.open(begins=True) == []
+    first, second = live.wanted()
+    assert (first.step, first.folder) == (-1, "")
+    assert live.on_checkpoint(39) is None and live.wanted() == []
+    assert live.ended(report(first)) is None
+    event = live.ended(report(second))
+    assert isinstance(event, SamplesMade) and event.describe().startswith("samples after 0 steps: samples/first.png")
+    files = ["first-00.mp4", "first-01.mp4", "first.json", "first.png"]
+    assert sorted(path.name for path in (tmp_path / "samples").glob("f*")) == files
+    assert [clip.step for clip in live.wanted()] == [39, 39]
+    goes_on, not_asked = samples(tmp_path, 40, "sample.first=true"), samples(tmp_path)
+    assert goes_on.open(begins=False) == [] == not_asked.open(begins=True)
+    assert goes_on.wanted() == [] == not_asked.wanted()
+
+
+def test_first_clips_without_room_are_told_and_left_out(tmp_path: Path) -> None:
+    """No task can make them: it reads checkpoints."""
+    live = samples(tmp_path, 40, "sample.first=true")
+    live.open(begins=True)
+    clip, *_ = live.wanted()
+    assert live.ended(report(clip, failed="no memory", no_room=True)) == SamplesFailed(step=-1, why="no memory")
+    pictures = samples(tmp_path, 40, "sample.first=true", "sample.images=[nowhere.png]", "train.flow.first_frame=0.5")
+    (event,) = pictures.open(begins=True)
+    assert isinstance(event, SamplesFailed) and "nowhere.png" in event.why and pictures.wanted() == []
+
+
 def test_of_checkpoints_that_come_faster_the_newest_waits(tmp_path: Path) -> None:
     for step in (79, 119):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
