@@ -12,7 +12,7 @@ from app.report.totals import StepTotals
 from app.report.words import percent, short
 from ops.counted import counted
 
-HELD_OUT_ROWS = 12  # of the newest checkpoints
+HELD_OUT_ROWS = 12  # of the newest checkpoints, beside the first
 NONE_HELD_OUT: Mapping[int, HeldOutMeasured] = {}
 
 
@@ -66,10 +66,11 @@ def update_html(steps: StepTotals) -> str:
 
 
 def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
-    """The newest losses of held-out clips, by noise level and by bucket; empty where a run has none."""
+    """The first and the newest losses of held-out clips, by noise level and by bucket; empty where a run has none."""
     if not held_out:
         return ""
-    steps = sorted(held_out)[-HELD_OUT_ROWS:]
+    first, *others = sorted(held_out)
+    steps = [first, *others[-HELD_OUT_ROWS:]]
     last = held_out[steps[-1]]
     newest_first = [held_out[step] for step in reversed(steps)]  # a bucket may be left out from a checkpoint on
     by_noise = dict.fromkeys(name for one in newest_first for name in one.by_noise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -585,6 +586,9 @@ def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     assert scalar.step == 39 and scalar.value == pytest.approx(1.4 / 3)
     text = held_out_html({39: one, 79: replace(one, step=79, loss=0.25)})
     assert "<td>40</td><td>0.4667</td>" in text and "<td>80</td><td>0.2500</td>" in text and "noise 0.25-0.5" in text
+    many = {step: replace(one, step=step) for step in (-1, *range(39, 840, 40))}
+    shown = [int(number) for number in re.findall(r"<tr><td>(\d+)</td>", held_out_html(many))]
+    assert shown == [0, *range(400, 841, 40)], "the zero line stays beside the newest"
     assert held_out_html({}) == "" and "left out" not in text
     short = replace(one, step=79, no_room={"81x720x1280": 5})
     text = held_out_html({39: one, 79: short})
