@@ -98,6 +98,12 @@ WORDS = {  # a value for every field that an event has
     "over_s": 30.5,
     "more": 3,
     "end": "h",
+    "software": {"commit": "84264bc162f783fbcecdb8c3a60619f309da7d86", "torch": "2.13.0"},
+    "gpus": {"NVIDIA H100 80GB HBM3": 8},
+    "hosts": ("h", "i"),
+    "changed": ("torch 2.12.0 -> 2.13.0",),
+    "tracker": "wandb",
+    "ever": True,
 }
 
 
