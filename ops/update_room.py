@@ -15,10 +15,19 @@ _FP32 = 4
 
 
 def pinned_gib(
-    total: int, largest: int, parameter_bytes: int, *, host_gradients: bool, host_state: bool, host_parameters: bool
+    total: int,
+    largest: int,
+    parameter_bytes: int,
+    *,
+    host_gradients: bool,
+    host_state: bool,
+    host_parameters: bool,
+    ahead_bytes: int = AHEAD_BYTES,
+    bucket: int = BUCKET,
 ) -> float:
     """GiB that a worker on a GPU may hold, which trains `total` weights, `largest` of them in one parameter. What lies
-    in host memory of its node goes there or comes from there.
+    in host memory of its node goes there or comes from there; `ahead_bytes` and elements of a `bucket` as they are
+    on a GPU.
 
     >>> pinned_gib(1 << 30, 1 << 26, 2, host_gradients=True, host_state=True, host_parameters=False)
     1.375
@@ -27,9 +36,9 @@ def pinned_gib(
     """
     found = 0
     if host_gradients:
-        ahead = AHEAD_BYTES + _QUEUED * _block(largest * parameter_bytes)
+        ahead = ahead_bytes + _QUEUED * _block(largest * parameter_bytes)
         found += min(ahead, 2 * total * parameter_bytes)  # no more than all, each rounded up
-    bucket = min(BUCKET, total)
+    bucket = min(bucket, total)
     if host_state and not host_gradients:
         found += _TO_HOST * _block(bucket * _FP32)
     if host_state and not host_parameters:

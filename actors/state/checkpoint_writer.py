@@ -224,8 +224,8 @@ class Writer:
 
 
 def _bytes_of(meta: Meta) -> int:
-    """Of a state with these parameters, at most."""
-    total = sum(math.prod(parameter["shape"]) for parameter in meta["parameters"])
+    """What a state with these parameters takes, at most."""
+    total: int = sum(math.prod(parameter["shape"]) for parameter in meta["parameters"])
     return total * bytes_per_weight(ema=True)
 
 

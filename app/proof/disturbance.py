@@ -68,8 +68,9 @@ def acts(workers: list[str], least: int) -> list[Act]:
 class Disturber:
     """The process that acts on a run, while that trains."""
 
-    def __init__(self, run: Path, apart: int, least: int) -> None:
-        """`apart`: steps between one act and the next."""
+    def __init__(self, run: Path, apart: int, least: int, *, leaves_s: float = _LEAVES_S) -> None:
+        """`apart`: steps between one act and the next. The process has `leaves_s` to end."""
+        self._leaves_s = leaves_s
         self._words = [str(run), str(apart), str(least), _id_of(run)]
         self.done: list[str] = []
         self.all_done = False
@@ -96,11 +97,13 @@ class Disturber:
         self._leaves = True
         self._process.terminate()
         try:
-            self._process.wait(_LEAVES_S)
+            self._process.wait(self._leaves_s)
         except subprocess.TimeoutExpired:  # it may be within Ray, which ends
             self._process.kill()
             self._process.wait()
-        self._reader.join(_LEAVES_S)  # what Ray has started for it may hold the pipe; the reader ends with this process
+        self._reader.join(
+            self._leaves_s
+        )  # what Ray has started for it may hold the pipe; the reader ends with this process
 
     def _read(self, lines: IO[str]) -> None:
         last = "it was ended"

@@ -14,9 +14,9 @@ class ChunkLimit:
         self._slowest_s = 0.0  # of one clip
 
     def seconds(self, clips: int) -> float:
-        """That workers may take for so many clips."""
+        """That workers may take for this number of clips."""
         return _BESIDE_S + _FACTOR * clips * self._slowest_s if self._slowest_s else _FIRST_S
 
     def took(self, clips: int, seconds: float) -> None:
-        """So many clips were made in this time."""
+        """This number of clips was made in this time."""
         self._slowest_s = max(self._slowest_s, seconds / clips)

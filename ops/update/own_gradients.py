@@ -221,7 +221,8 @@ class OwnGradients:
     def _drop(self) -> None:
         """Let the memory go, and all that refers to it."""
         self._pending.clear()
-        self._views, self._flat_views = [], []
+        self._views.clear()
+        self._flat_views.clear()
         for parameter in self._parameters:
             parameter.grad = None
         if self._gathered is not None:

@@ -137,7 +137,7 @@ SECONDS = f"300.{os.getpid()}"  # that processes of these tests sleep, and nobod
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Of what sleeps for so long, after the block."""
+    """No process sleeps for this time after the block."""
 
     def left() -> list[psutil.Process]:
         return [one for one in psutil.process_iter(["cmdline"]) if SECONDS in (one.info["cmdline"] or [])]

@@ -400,14 +400,13 @@ def test_events_are_read_again_when_there_are_more_of_them(run_folder: Path, mon
 
 def test_what_holds_the_pipe_of_what_acted_holds_nobody_up(tmp_path: Path, monkeypatch) -> None:
     """As a process of Ray may, that was started by it."""
-    monkeypatch.setattr(disturbance, "_LEAVES_S", 1.0)
     words = "import subprocess, sys; print(subprocess.Popen(['sleep', '20']).pid, flush=True); sys.stdin.read()"
     started = subprocess.Popen
     monkeypatch.setattr(
         subprocess, "Popen", lambda args, **more: started([sys.executable, "-c", words], stdin=subprocess.PIPE, **more)
     )
     begin = time.monotonic()
-    with Disturber(tmp_path, 6, 1) as acting:
+    with Disturber(tmp_path, 6, 1, leaves_s=1.0) as acting:
         reader = acting._reader
         time.sleep(1)
     assert time.monotonic() - begin < 12 and reader.is_alive()

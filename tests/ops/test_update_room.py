@@ -7,14 +7,11 @@ import time
 import weakref
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from ops import update_room
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.update import sync as sync_module
 from ops.update.flat_vector import slots
 from ops.update.host_sum import HostSum
 from ops.update.sync import FlatSync
@@ -45,15 +42,14 @@ class Counted(HostCopies):
         return self._count(torch.full_like(like, torch.nan))
 
 
-def counted(total: int, largest: int, **where: bool) -> float:
+def counted(total: int, largest: int, **where: int) -> float:
     """Bytes, of fp32 parameters."""
     return 2**30 * pinned_gib(
         total, largest, 4, **{"host_gradients": False, "host_state": False, "host_parameters": False, **where}
     )
 
 
-def test_gradients_that_are_not_added_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_room, "AHEAD_BYTES", 20_000)
+def test_gradients_that_are_not_added_yet() -> None:
     parameter, copies = nn.Parameter(torch.zeros(1500)), Counted()
     total = HostSum(40 * 1500, torch.float32, copies, ahead_bytes=20_000)
     total.form(Group.solo(), [(0, 40 * 1500)], [])
@@ -62,24 +58,24 @@ def test_gradients_that_are_not_added_yet(monkeypatch: pytest.MonkeyPatch) -> No
         total.add(slot, torch.ones(1500))
     total.flush()
     total.leave()
-    told = counted(40 * 1500, 1500, host_gradients=True)
+    told = counted(40 * 1500, 1500, host_gradients=True, ahead_bytes=20_000)
     assert told - 8192 <= copies.most <= told
     assert counted(1500, 1500, host_gradients=True) == 2 * 6000, "no more than there is"
 
 
-def test_buckets_of_an_update_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((update_room, "BUCKET"), (sync_module, "_BUCKET_CPU")):
-        monkeypatch.setattr(module, name, 64)
-    copies, model = Counted(), nn.Linear(32, 32, bias=False).bfloat16()
+def test_buckets_of_an_update_in_host_memory() -> None:
+    """Four of those in which a CPU updates."""
+    copies, model = Counted(), nn.Linear(2048, 2048, bias=False).bfloat16()
     places = placed(state="host")
     sync = FlatSync(model, OptimizerConfig(), 10, places=places, copies=copies)
     sync.form(Group.solo(), None)
     sync.begin_step()
-    model(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
+    model(torch.ones(1, 2048, dtype=torch.bfloat16)).sum().backward()
     sync.finish_step(0, 1.0, 1.0, 1.0, phase=lambda name: None)
-    told = 2**30 * pinned_gib(1024, 1024, 2, host_gradients=False, host_state=True, host_parameters=False)
-    assert told == 3 * 256 + 2 * 128
-    assert told - 256 <= copies.most <= told
+    where = {"host_gradients": False, "host_state": True, "host_parameters": False}
+    told = 2**30 * pinned_gib(1 << 22, 1 << 22, 2, **where, bucket=1 << 20)
+    assert told == 3 * (4 << 20) + 2 * (2 << 20)
+    assert told - (4 << 20) <= copies.most <= told
 
 
 def test_what_does_not_go_over_the_host_pins_nothing() -> None:
