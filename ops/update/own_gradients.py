@@ -218,17 +218,6 @@ class OwnGradients:
         self._closed = False  # nothing more is added in this step
         self._pending, self._missing = deque(), []
 
-    def _drop(self) -> None:
-        """Let the memory go, and all that refers to it."""
-        self._pending.clear()
-        self._views.clear()
-        self._flat_views.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-        if self._gathered is not None:
-            self._gathered.drop()
-        self.flat = self._memory = torch.empty(0, dtype=self._dtype)
-
     def _allocate(self) -> None:
         total = self._layout[-1].hi
         self._memory = torch.zeros(total + padding(total), dtype=self._dtype, device=self._parameters[0].device)
@@ -239,3 +228,14 @@ class OwnGradients:
         self._flat_views = [self.flat[slot.lo : slot.hi] for slot in self._layout]
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _drop(self) -> None:
+        """Let the memory go, and all that refers to it."""
+        self._pending.clear()
+        self._views.clear()
+        self._flat_views.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._gathered is not None:
+            self._gathered.drop()
+        self.flat = self._memory = torch.empty(0, dtype=self._dtype)
