@@ -10,6 +10,7 @@ data:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -115,6 +116,13 @@ class BucketsConfig:
     """Which shapes a clip may take: an explicit table, one generated from pixel budgets and ratios, or Open-Sora's."""
 
     PLACE: ClassVar[str] = "data.buckets"  # as its errors name it; in a segment they name that (`ops.typed.build`)
+    # What says of which kind the table is, and what else belongs to that kind: a file's kind replaces that of the files
+    # under its `base:` (`app.settings.files.merge`).
+    KINDS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "table": (),
+        "resolutions": ("ratios", "frames"),
+        "open_sora": (),
+    }
 
     table: tuple[str, ...] = ()  # explicit: FRAMESxHEIGHTxWIDTH, for example 17x480x832
     resolutions: tuple[str, ...] = ()  # generated: 256px (256^2 pixels) or 480p (480^2 * 16/9 pixels)

@@ -41,12 +41,13 @@ from app.settings.rules import (
 )
 from app.settings.sections import RunSection, SampleConfig, TrackerName, ValidationConfig
 from app.settings.written_by import explained, header
-from data.config import DataConfig, SourceConfig
+from data.config import BucketsConfig, DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import Names, Node, as_plain, build, dotted_names, parse
 
 MaybePath = TypeVar("MaybePath", str, str | None)
+_KINDS = {"buckets": BucketsConfig.KINDS}  # sections of which a later file may give another kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +72,7 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read, merge the files under `base:`, apply `key=value` overrides, check. Raises ConfigError."""
-        node = with_attention_table(with_prompts_of_file(override(read(path), overrides)))
+        node = with_attention_table(with_prompts_of_file(override(read(path, _KINDS), overrides, _KINDS)))
         with explained(Path(path).read_text(encoding="utf-8")):
             return cls._of(node)
 

@@ -4,23 +4,29 @@
     node = override(node, ["train.steps=10"])
     config = build(RunConfig, node)                # ops/typed.py
 
-Knows nothing about any particular section; `app/settings/config.py` holds those. Imports neither torch nor Ray.
+Knows nothing about any particular section; `app/settings/config.py` holds those, and says which come in several kinds:
+of such a section the last layer that gives a kind decides, and what earlier layers say of other kinds goes. Imports
+neither torch nor Ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ops.typed import AUTO, ConfigError, Node, as_auto, parse, plain
 
+_SET = "--set"  # where the nodes of assignments were written
+# name of a section -> the settings of which it takes one, each with those that belong to it
+Kinds = Mapping[str, Mapping[str, Sequence[str]]]
 
-def read(path: str | Path) -> Node:
+
+def read(path: str | Path, kinds: Kinds | None = None) -> Node:
     """The mapping of a YAML file over those of the files under its `base:` (relative to it, earlier ones first)."""
-    return _read(Path(path), ())
+    return _read(Path(path), (), kinds or {})
 
 
-def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
+def _read(path: Path, open_files: tuple[Path, ...], kinds: Kinds) -> Node:
     if not path.is_file():
         raise ConfigError(f"config {path} does not exist; the shipped ones are under configs/runs/.")
     if path.resolve() in open_files:
@@ -38,34 +44,44 @@ def _read(path: Path, open_files: tuple[Path, ...]) -> Node:
     for name in names:
         if not isinstance(name.value, str):
             raise ConfigError(f"base must be a file name or a list of them, not {plain(name)!r}{name.at()}.")
-        merged = merge(merged, _read(path.parent / name.value, (*open_files, path.resolve())))
-    return merge(merged, node)
+        merged = merge(merged, _read(path.parent / name.value, (*open_files, path.resolve()), kinds), kinds)
+    return merge(merged, node, kinds)
 
 
-def merge(below: Node, above: Node) -> Node:
-    """Mappings are merged key by key; anything else of `above` replaces what is below."""
+def merge(below: Node, above: Node, kinds: Kinds | None = None, section: str = "") -> Node:
+    """Mappings are merged key by key; anything else of `above` replaces what is below, and so does the kind of a
+    `section` that comes in `kinds`. Two kinds in one layer are left to the section's own rules."""
+    kinds = kinds or {}
     if isinstance(below.value, dict) and above.value == AUTO:
         above = as_auto(above)
     if not (isinstance(below.value, dict) and isinstance(above.value, dict)):
         return above
-    result = dict(below.value)
+    given = [kind for kind in kinds.get(section, ()) if kind in above.value and above.value[kind].value]
+    gone = _of_other_kinds(kinds[section], given[0]) if len(given) == 1 else frozenset()
+    result = {key: node for key, node in below.value.items() if key not in gone}
     for key, node in above.value.items():
-        result[key] = merge(result[key], node) if key in result else node
+        result[key] = merge(result[key], node, kinds, key) if key in result else node
     return Node(result, above.where or below.where)
 
 
-def override(node: Node, assignments: Sequence[str]) -> Node:
-    """`a.b=value` assignments over a node, values read as YAML. A list element is written `a.0.b=value`."""
+def _of_other_kinds(kinds: Mapping[str, Sequence[str]], kind: str) -> frozenset[str]:
+    """Keys that say nothing of a section of this kind."""
+    return frozenset(key for other, own in kinds.items() if other != kind for key in (other, *own))
+
+
+def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None) -> Node:
+    """`a.b=value` assignments over a node, values read as YAML; together they are one layer over it. A list element is
+    written `a.0.b=value`."""
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"--set {assignment!r} is not key=value, for example --set train.steps=100.")
-        value = _mark(parse(text)) if text.strip() else Node(None, "--set")
-        node = _assign(node, name.strip().split("."), value, name.strip())
+        value = _mark(parse(text)) if text.strip() else Node(None, _SET)
+        node = _assign(node, name.strip().split("."), value, name.strip(), kinds or {})
     return node
 
 
-def _assign(node: Node, path: list[str], value: Node, full: str) -> Node:
+def _assign(node: Node, path: list[str], value: Node, full: str, kinds: Kinds, section: str = "") -> Node:
     if not path:
         return value
     head, rest = path[0], path[1:]
@@ -73,16 +89,19 @@ def _assign(node: Node, path: list[str], value: Node, full: str) -> Node:
         if not head.isdigit() or int(head) >= len(node.value):
             raise ConfigError(f"--set {full}: {head!r} is not a position in a list of {len(node.value)}.")
         items = list(node.value)
-        items[int(head)] = _assign(items[int(head)], rest, value, full)
+        items[int(head)] = _assign(items[int(head)], rest, value, full, kinds)
         return Node(items, node.where)
     children = dict(node.value) if isinstance(node.value, dict) else {}
-    children[head] = _assign(children.get(head, Node(None, "--set")), rest, value, full)
+    if head in kinds.get(section, ()) and (rest or value.value):
+        gone = _of_other_kinds(kinds[section], head)
+        children = {key: child for key, child in children.items() if key not in gone or child.where == _SET}
+    children[head] = _assign(children.get(head, Node(None, _SET)), rest, value, full, kinds, head)
     return Node(children, node.where)
 
 
 def _mark(node: Node) -> Node:
     if isinstance(node.value, dict):
-        return Node({key: _mark(child) for key, child in node.value.items()}, "--set")
+        return Node({key: _mark(child) for key, child in node.value.items()}, _SET)
     if isinstance(node.value, list):
-        return Node([_mark(child) for child in node.value], "--set")
-    return Node(node.value, "--set")
+        return Node([_mark(child) for child in node.value], _SET)
+    return Node(node.value, _SET)

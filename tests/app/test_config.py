@@ -85,6 +85,52 @@ def test_overrides_win_over_the_file_which_wins_over_its_base(tmp_path: Path) ->
     assert config.train.optimizer.ema_decay == 0.0
 
 
+TABLE = 'table: ["17x64x96"]'
+GENERATED = 'resolutions: [480p], ratios: ["16:9"], frames: [1, 17]'
+OPEN_SORA = "open_sora: {256px: {1: [1.0, 45]}}"
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "kept"),
+    [
+        (GENERATED, TABLE, {"table"}),
+        (TABLE, GENERATED, {"resolutions"}),
+        (GENERATED, OPEN_SORA, {"open_sora"}),
+        (OPEN_SORA, TABLE, {"table"}),
+        (GENERATED, "max_ratio_error: 2.0", {"resolutions"}),
+        (GENERATED, "table: []", {"resolutions"}),
+    ],
+)
+def test_buckets_of_another_kind_replace_those_of_the_base(
+    below: str, above: str, kept: set[str], tmp_path: Path
+) -> None:
+    """A table over a base with resolutions was answered "gives table and resolutions", of whom gave one of them."""
+    write(tmp_path, f"data: {{buckets: {{{below}, min_area: 0.5}}}}", "base.yaml")
+    buckets = load(tmp_path, f"base: base.yaml\ndata: {{buckets: {{{above}}}}}").data.buckets
+    assert {name for name in ("table", "resolutions", "open_sora") if getattr(buckets, name)} == kept
+    assert buckets.min_area == 0.5, "what holds for every kind stays"
+    assert bool(buckets.frames) == ("resolutions" in kept)
+
+
+def test_one_layer_that_gives_two_kinds_of_buckets_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, f"data: {{buckets: {{{GENERATED}}}}}", "base.yaml")
+    with pytest.raises(ConfigError, match=r"gives table and resolutions; they exclude each other.*run.yaml:6"):
+        load(tmp_path, f"base: base.yaml\ndata:\n  buckets: {{{TABLE}, {GENERATED}}}")
+    sets = ['data.buckets.table=["17x64x96"]', "data.buckets.resolutions=[480p]", "data.buckets.frames=[1]"]
+    with pytest.raises(ConfigError, match="gives table and resolutions"):
+        load(tmp_path, "base: base.yaml", *sets)
+
+
+def test_buckets_of_another_kind_on_the_command_line_replace_those_of_the_files(tmp_path: Path) -> None:
+    text = f"data: {{buckets: {{{GENERATED}}}, segments: [{{until_step: 0, buckets: {{{TABLE}}}}}]}}"
+    data = load(tmp_path, text, 'data.buckets.table=["17x64x96"]').data
+    assert data.buckets.table == ("17x64x96",) and not data.buckets.resolutions and not data.buckets.frames
+    segment = "data.segments.0.buckets"
+    data = load(tmp_path, text, f"{segment}.frames=[17]", f"{segment}.resolutions=[256px]").data
+    (buckets,) = data.tables
+    assert buckets.resolutions == ("256px",) and buckets.frames == (17,) and not buckets.table
+
+
 def test_numbers_written_as_1e_4_are_numbers(tmp_path: Path) -> None:
     config = load(tmp_path, "train: {optimizer: {learning_rate: 3e-4}}", "train.optimizer.weight_decay=1e-2")
     assert config.train.optimizer.learning_rate == 3e-4
