@@ -109,6 +109,7 @@ class StepBatches:
     position: Position
     cached: Mapping[tuple[Module, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
     """(module, item id) -> what a worker would have published, for the modules that items name as cached."""
+    epoch: float | None = None  # how often a sample has been drawn on average when the step ends
 
 
 class DataLost(RuntimeError):
@@ -123,6 +124,7 @@ class StepData:
     batches: Mapping[str, Ref[object]]  # by item id
     # By module and item id: results that need no encoding.
     cached: Mapping[tuple[Module, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
+    epoch: float | None = None  # how often a sample has been drawn on average when the step ends
 
 
 class GenerationLost(RuntimeError):

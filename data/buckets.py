@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.config import OPEN_SORA_RATIOS, BatchConfig, BucketsConfig
+from data.ledger import Reason
 from data.types import Bucket
 from ops.geometry import Geometry
 
@@ -64,6 +65,11 @@ class Refusal:
     reason: str  # too_short, too_small, too_large, no_ratio, no_image_bucket
     nearest: Bucket | None
     detail: str
+
+    @property
+    def ledger_reason(self) -> Reason:
+        """Under which it is counted."""
+        return Reason.TOO_FEW_FRAMES if self.reason == "too_short" else Reason.NO_BUCKET
 
     @property
     def summary(self) -> str:

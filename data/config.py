@@ -338,7 +338,7 @@ class DataConfig:
     fps: float = 0.0  # clips are resampled to this frame rate by time stamps; 0 keeps their own
     start_frame: Literal["random", "fixed"] = "random"  # which part of a longer clip is trained; fixed: the same always
     caption_dropout: float = 0.1  # training_cfg_rate: share of samples trained without their caption
-    min_coverage: float = 0.0  # share of indexed samples below which heddle plan --from-data and --dry-run fail
+    min_coverage: float = 0.0  # least share of indexed samples that can be trained; with fewer no run starts, code 4
     segments: tuple[SegmentConfig, ...] = ()  # a curriculum; empty: one stage
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

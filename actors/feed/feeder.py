@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -24,9 +25,13 @@ from actors.refs import Ref
 from actors.step import DrawnItem, Position, StepBatches
 from data.buckets import BatchSize
 from data.config import DataConfig
+from data.dataset.coverage import check_coverage
 from data.dataset.dataset import Dataset
+from data.dataset.dropped import MOST_OF_A_SOURCE, dropped_samples, write_dropped
+from data.dataset.epochs import forecast
 from data.dataset.order_state import BatchSizes, SizesRecord
 from data.engines.engine import Engine
+from data.in_words import DROPPED, reasons_in_words
 from data.types import DataItem, NeedsPixels
 
 log = logging.getLogger(__name__)
@@ -60,13 +65,16 @@ class Feeder(AnsweringActor):
         run_dir: str,
         engine_of: EngineOf,
         timed: BatchSize | None = None,
+        steps: int = 0,
     ) -> None:
         """`engine_of` makes what decodes the items of a dataset; `timed` sizes the batches of buckets with a
-        `target_s`."""
+        `target_s`. `steps`: of the run, to tell how often they draw its samples; 0: nobody asks."""
+        self._steps = steps
         self._config, self._facts, self._seed, self._run_dir = config, facts, seed, run_dir
         self._engine_of, self._timed = engine_of, timed
         end_when_terminated()
         self._dataset: Dataset | None = None
+        self._opening: Mapping[str, object] = {}  # what is told of it at a start, besides its counts
         self._engine: Engine | None = None
         self._avoid: Sequence[str] = ()
         self._cache = ItemCache(config, facts.encoders, facts.geometry) if config.cache.path else None
@@ -89,14 +97,31 @@ class Feeder(AnsweringActor):
                 bad_list=f"{self._run_dir}/bad.jsonl",
                 timed=self._timed,
             )
+            self._opening = self._of_the_opening(self._dataset)
         return self._dataset
+
+    def _of_the_opening(self, dataset: Dataset) -> Mapping[str, object]:
+        """Lists the samples that are never trained. Returns how many are listed, why they are dropped, and how often
+        the run draws the others. Raises DataError when these are too few."""
+        ledger = dataset.ledger
+        check_coverage(ledger, self._config.min_coverage)
+        found: dict[str, object] = {"reasons": reasons_in_words(ledger)}
+        dropped = dropped_samples(dataset.curriculum, dataset.indexes, MOST_OF_A_SOURCE)
+        try:
+            found["listed"] = write_dropped(Path(self._run_dir) / DROPPED, dropped)
+        except OSError as error:  # the run needs no such list
+            log.warning("the samples that are dropped are not listed: %s", error)
+        if self._steps:
+            found["forecast"] = asdict(forecast(dataset, self._steps))
+        return found
 
     def start(self, first_step: int, token: Position | None = None, avoid: Sequence[str] = ()) -> Mapping[str, object]:
         """Begin decoding at this step, on none of the nodes to `avoid`. Returns the dataset's accounting, shown once at
-        the start of a run.
+        the start of a run, with why samples are dropped, how many of them are `listed` in the run's folder, and a
+        `forecast` of its epochs.
 
-        Raises DataError when no item can be formed, and with the `token` of a checkpoint when index or data settings
-        have changed since.
+        Raises DataError when no item can be formed or fewer samples fit than `data.min_coverage` asks for, and with the
+        `token` of a checkpoint when index or data settings have changed since.
         """
         self._forget_from(0)
         if token is not None:
@@ -106,7 +131,7 @@ class Feeder(AnsweringActor):
             self._engine = self._engine_of(self.dataset, self._config, self._needs_pixels)
         self._avoid = avoid
         self._engine.start(first_step, avoid)
-        return self.dataset.accounting()
+        return {**self.dataset.accounting(), **self._opening}
 
     def resize(self, record: SizesRecord) -> None:
         """Batches have these sizes from a step on, before which all that was asked for has been handed out: what is
@@ -133,6 +158,7 @@ class Feeder(AnsweringActor):
         return StepBatches(
             references=tuple(_reference(value) for value in values),
             position=self.token(step + 1),
+            epoch=self.dataset.epoch(step + 1),
             cached={
                 (module, item.id): results
                 for item in self.dataset.step(step).items

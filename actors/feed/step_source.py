@@ -195,6 +195,7 @@ class StepSource:
                 items=items,
                 batches=dict(zip(items.items, batches.references, strict=True)),
                 cached=batches.cached,
+                epoch=batches.epoch,
             )
             self._positions[step + 1] = batches.position
             while len(self._positions) > _POSITIONS_KEPT:
@@ -297,6 +298,7 @@ def feeder_of(
         run_dir=config.run_dir,
         engine_of=make_engine,
         timed=timed,
+        steps=config.train.steps,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar, dataclass_transform
 
 from actors.records.lines import finite, line_of, record_of
+from data.in_words import DROPPED, EpochForecast, dropped_sentence
 from ops.counted import counted, first_of
 
 E = TypeVar("E", bound="RunEvent")
@@ -79,8 +80,31 @@ class SettingsChanged(RunEvent, event="changed"):
         return f"settings changed since the last start: {', '.join(self.settings)}"
 
 
+class SamplesDropped(RunEvent, event="dropped"):
+    """Samples of the index that this run never trains, at each of its starts. `reasons`: in words, how many; `listed`
+    of them stand in dropped.jsonl of the run's folder."""
+
+    indexed: int
+    planned: int
+    reasons: Mapping[str, int]
+    listed: int
+
+    def describe(self) -> str:
+        most = "warning: " if self.planned < self.indexed - self.planned else ""
+        which = "them" if self.listed == self.indexed - self.planned else f"the first {self.listed:,}"
+        named = f"; {DROPPED} names {which}" if self.listed else ""
+        return f"{most}{dropped_sentence(self.indexed, self.planned, self.reasons)}{named}"
+
+    @classmethod
+    def of(cls, data: Mapping[str, object]) -> Self | None:
+        """From the account of the data at a start; None where no sample is dropped."""
+        found = record_of(cls, data)
+        return found if found.planned < found.indexed else None
+
+
 class RunStarted(RunEvent, event="start"):
-    """The data is open and the state is found. `data` is what the index offers, `origin` where the state comes from."""
+    """The data is open and the state is found. `data` is what the index offers, and what the run's steps draw of it;
+    `origin` is where the state comes from."""
 
     from_step: int
     pid: int
@@ -88,7 +112,9 @@ class RunStarted(RunEvent, event="start"):
     origin: str
 
     def describe(self) -> str:
-        return f"data is ready; starting at step {self.from_step} (state: {self.origin})"
+        told = self.data.get("forecast")
+        epochs = f"; {record_of(EpochForecast, told).sentence}" if isinstance(told, Mapping) else ""
+        return f"data is ready; starting at step {self.from_step} (state: {self.origin}){epochs}"
 
 
 class RunStopping(RunEvent, event="stopping"):

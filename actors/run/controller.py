@@ -24,7 +24,7 @@ from actors.plan.types import PlanError
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Boundary, Break, Starvation, Tick
-from actors.records.events import RunStarted, RunStopping, SpeedsLearned
+from actors.records.events import RunStarted, RunStopping, SamplesDropped, SpeedsLearned
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.decode_room import DecodeRoom
@@ -145,6 +145,8 @@ class Controller:
         self._look()  # workers start while the data is opened
         first = self.committer.committed + 1
         accounting = self.source.open(first, self.state.data_token(self.committer.committed))
+        if (dropped := SamplesDropped.of(accounting)) is not None:
+            self.events.tell(dropped)
         learned = self.config.train.init_from
         new = f"new, with what {learned} has learned" if learned else "new"
         where = new if origin is None else origin.checkpoint or "keepers"

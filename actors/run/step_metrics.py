@@ -63,6 +63,7 @@ class StepFacts:
     num_calls: int
     text_tokens: Mapping[str, int] = field(default_factory=dict)  # by item: mean of a sample
     experts: Mapping[str, str] = field(default_factory=dict)  # by item: which of two is trained on it; {}: there is one
+    epoch: float | None = None  # how often a sample has been drawn on average when the step ends
 
 
 class LoadHistory:
@@ -147,6 +148,7 @@ class StepAccount:
             num_calls=running.num_calls,
             num_tokens=sum(i.batch * self.geometry.tokens(i.frames, i.height, i.width) for i in items),
             text_tokens={item.id: item.text_tokens for item in items},
+            epoch=running.data.epoch,
             experts={item.id: self.experts[item.expert] for item in items} if len(self.experts) > 1 else {},
         )
 
@@ -279,6 +281,7 @@ def step_metrics(
         wait_sync_by_worker=of_workers(done.waits),
         exposed_by_worker=of_workers(done.exposed),
         loss_by_expert=mean_losses(reports, facts.experts),
+        epoch=None if facts.epoch is None else round(facts.epoch, 6),
     )
 
 

@@ -110,12 +110,15 @@ def lint(
 ) -> None:
     """Check every sample as training would, decoding included, and list the faults. Exit code 4 beyond the limits.
 
-    With --config the run's filters and buckets apply too: what they refuse is counted and not decoded. Samples with the
-    clip of another are no fault; repeated.jsonl beside the list of faults names them.
+    With --config the run's filters and buckets apply too: what they refuse is not decoded, and dropped.jsonl beside the
+    list of faults names all that the run never trains. Samples with the clip of another are no fault; repeated.jsonl
+    names them.
     """
     from app.data_tools.printing import print_defaults, print_ledger, print_repeated, print_unread
-    from app.data_tools.sources import ProgressBar, admitted_rows, count_cut_captions, open_indexes
+    from app.data_tools.sources import ProgressBar, count_cut_captions, curriculum_of, open_indexes
+    from data.dataset.dropped import dropped_samples, write_dropped
     from data.errors import DataError
+    from data.in_words import DROPPED
     from data.ledger import Ledger
     from data.tools.lint import lint as check
     from data.tools.repeats import repeated_samples, write_repeated
@@ -126,7 +129,11 @@ def lint(
     indexes = open_indexes(sources, limits, options.cache, ledger, options.workers, allow_empty=True)
     for fault in (fault for index in indexes for fault in index.missing_faults()):
         ledger.add_line(fault)
-    admitted = None if options.config is None else admitted_rows(options.config, options.overrides, indexes, ledger)
+    admitted, dropped, num_dropped = None, out.with_name(DROPPED), 0
+    if options.config is not None:
+        curriculum = curriculum_of(options.config, options.overrides, indexes, ledger)
+        admitted = [codes >= 0 for codes in curriculum.codes]
+        num_dropped = write_dropped(dropped, dropped_samples(curriculum, indexes))
     with ProgressBar("decoding", quiet=as_json or headers_only) as progress:
         check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
     ledger.close()
@@ -151,6 +158,8 @@ def lint(
             )
         if out.exists():
             print(f"faults    {out}")
+        if num_dropped:
+            print(f"dropped   {dropped}, {counted(num_dropped, 'sample')}")
     ledger.check_limits()
     if not ledger.planned:
         why = ", ".join(f"{count} {reason}" for reason, count in ledger.rejected.most_common(3))

@@ -47,7 +47,9 @@ def plan(
     codes: Annotated[
         str, typer.Option("--codes", help="With --config: KnapFormer's data codes, e.g. g16b4i256f1s0,g4b1i512f85s1.")
     ] = "",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the plan here, with the account of --from-data.")
+    ] = None,
     gantt: Annotated[Path | None, typer.Option("--gantt", help="Write a PNG here.")] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
 ) -> None:

@@ -17,6 +17,7 @@ from data.kinds import KINDS
 if TYPE_CHECKING:
     import numpy as np
 
+    from data.dataset.curriculum import Curriculum
     from data.dataset.index import Index
     from data.ledger import Ledger
 
@@ -90,8 +91,8 @@ def open_indexes(
         ]
 
 
-def admitted_rows(config: Path, overrides: list[str] | None, indexes: list[Index], ledger: Ledger) -> list[np.ndarray]:
-    """Masks of the rows that a run trains; what its filters and buckets refuse is counted in the ledger."""
+def curriculum_of(config: Path, overrides: list[str] | None, indexes: list[Index], ledger: Ledger) -> Curriculum:
+    """What a run draws of these indexes; what its filters and buckets refuse is counted in the ledger."""
     from actors.planning.batching import TargetBatch
     from app.inputs.profiles import profile_of
     from data.dataset.curriculum import Curriculum
@@ -100,7 +101,7 @@ def admitted_rows(config: Path, overrides: list[str] | None, indexes: list[Index
     run = from_here(RunConfig.load(config, overrides or []))
     model, geometry = resolve(run.model)
     timed = TargetBatch(profile=profile_of(run, model, geometry), geometry=geometry)
-    return [codes >= 0 for codes in Curriculum(run.data, indexes, geometry, ledger, timed).codes]
+    return Curriculum(run.data, indexes, geometry, ledger, timed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,44 +1,54 @@
-"""Prints what becomes of the samples of a data set, for `heddle plan` and `heddle train --dry-run`."""
+"""What becomes of the samples of a data set, for `heddle plan` and `heddle train --dry-run`: as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from app.settings.config import RunConfig
 from data.dataset.coverage import Accounting
-from data.errors import DataError
+from data.in_words import LIST_ALL, dropped_sentence
 from data.types import Bucket
 from ops.counted import counted
 from ops.geometry import Geometry
 
-NAMED = 12  # dropped samples listed by name
+NAMED = 12  # dropped samples that a terminal lists by name
 
 
-def print_account(account: Accounting, min_coverage: float) -> None:
-    """How many samples are trained, repeated or dropped and why, per bucket. Raises DataError below `min_coverage`."""
-    print(f"data      {account.identity}")
-    print(
+def account_lines(account: Accounting, most_named: int = NAMED) -> list[str]:
+    """How many samples are trained, repeated or dropped and why, per bucket, and how often the run draws them."""
+    lines = [
+        f"data      {account.identity}",
         f"          {100 * account.coverage:.1f}% of the indexed samples are trained within "
-        f"{counted(account.steps, 'step')}, {account.repeated} of them more than once"
-    )
-    for rule, count in sorted(account.rules.items(), key=lambda pair: -pair[1]):
-        print(f"          {count} refused: {rule}")
-    print(f"{'bucket':>16} {'batch':>6} {'set by':>14} {'tokens':>8} {'samples':>8} {'items':>6} {'short':>6}")
-    for row in account.buckets:
-        print(
-            f"{row.bucket!s:>16} {row.batch:>6} {row.limit:>14} {row.tokens:>8} {row.samples:>8} {row.items:>6} "
-            f"{row.short_items:>6}"
-        )
-    named, total = account.dropped[:NAMED], sum(account.rejected.values())
-    for dropped in named:
-        print(f"dropped   {dropped.source} {dropped.key}: {dropped.reason}")
-    if total > len(named):
-        print(f"          {'and ' if named else ''}{total - len(named)} more are not listed here")
-    if account.coverage < min_coverage:
-        raise DataError(
-            f"only {100 * account.coverage:.1f}% of the indexed samples are trained; data.min_coverage "
-            f"asks for {100 * min_coverage:g}%. Widen data.buckets or lower data.min_coverage."
-        )
+        f"{counted(account.steps, 'step')}, {account.repeated} of them more than once",
+    ]
+    if account.forecast is not None:
+        lines.append(f"          {account.forecast.sentence}")
+    if sentence := dropped_sentence(account.indexed, account.planned, account.reasons):
+        lines.append(f"          {sentence}")
+    lines += [f"          {count} refused: {rule}" for rule, count in _most_first(account.rules)]
+    lines.append(f"{'bucket':>16} {'batch':>6} {'set by':>14} {'tokens':>8} {'samples':>8} {'items':>6} {'short':>6}")
+    lines += [
+        f"{row.bucket!s:>16} {row.batch:>6} {row.limit:>14} {row.tokens:>8} {row.samples:>8} {row.items:>6} "
+        f"{row.short_items:>6}"
+        for row in account.buckets
+    ]
+    named = account.dropped[:most_named]
+    lines += [f"dropped   {dropped.source} {dropped.key}: {dropped.why}" for dropped in named]
+    if more := sum(account.rejected.values()) - len(named):
+        lines.append(f"          {'and ' if named else ''}{more:,} more; {LIST_ALL} lists all")
+    return lines
+
+
+def account_json(account: Accounting) -> dict[str, object]:
+    """The account as other programs read it; of the dropped samples those that it names, and how many there are."""
+    buckets = [asdict(row) | {"bucket": str(row.bucket)} for row in account.buckets]
+    more = {"num_dropped": sum(account.rejected.values()), "coverage": account.coverage}
+    return asdict(account) | {"buckets": buckets} | more
+
+
+def _most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda pair: -pair[1])
 
 
 def print_buckets(batches: Mapping[Bucket, tuple[int, str]], config: RunConfig, geometry: Geometry) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from actors.plan.types import Plan, PlanError
 from actors.planning.forecasts import host_weights_gib
-from app.inputs.account import print_account
+from app.inputs.account import account_lines
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.checkpoints import earlier_checkpoint
 from app.inputs.cluster import cluster_of
@@ -34,7 +34,7 @@ from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
 from app.settings.run_folder import CONFIG, check_place, check_run_dir, run_dir
 from app.validation.clips import check_held_out
-from data.dataset.coverage import account
+from data.dataset.coverage import account, check_coverage
 from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
@@ -85,7 +85,8 @@ def dry_run(
         print("memory    unknown: workers.device is cpu, and the cluster's memory_gib is that of its GPUs")
     make_missing(config.data.sources)
     dataset = open_dataset(config, geometry, profile)
-    print_account(account(dataset), config.data.min_coverage)
+    print("\n".join(account_lines(account(dataset, run_steps=config.train.steps))))
+    check_coverage(dataset.ledger, config.data.min_coverage)
     if held_out := check_held_out(config):
         print(f"validates {held_out}")
     count = min(STEPS, config.train.steps)

@@ -27,7 +27,7 @@ from actors.planning.adapt import adapted
 from actors.planning.make_plan import make_plan
 from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
-from app.inputs.account import print_account, print_buckets
+from app.inputs.account import account_json, account_lines, print_buckets
 from app.inputs.batches import with_limits
 from app.inputs.cluster import cluster_of, read_cluster
 from app.inputs.compiling import with_compiling
@@ -40,7 +40,7 @@ from app.inputs.workload import read_workload
 from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
 from app.settings.config import RunConfig, from_here
 from app.settings.out_files import check_page, check_writable
-from data.dataset.coverage import account
+from data.dataset.coverage import Accounting, account, check_coverage
 from ops.counted import counted
 from ops.degrees import exchanged
 from ops.ranges import SECONDS
@@ -92,6 +92,7 @@ class PlanInputs:
     options: PlanOptions
     memory: MemoryView | None = None  # of a run whose devices are known
     adapts: bool = False  # options that these workers cannot follow: the nearest, as a run does
+    account: Accounting | None = None  # of real data
 
     def items(self, plan: Plan) -> dict[tuple[int, str], Item]:
         """Items by step and id."""
@@ -133,7 +134,8 @@ def run_plan(
     for note in problem.profile.notes:
         print(f"note: {note}")
     if out:
-        found = [plan_json(plan) for plan in plans]
+        data = {"data": account_json(problem.account)} if problem.account is not None else {}
+        found = [plan_json(plan) | data for plan in plans]
         out.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n", encoding="utf-8")
         print(f"json      {out}")
     if gantt:
@@ -144,7 +146,10 @@ def run_plan(
     if page:
         from app.plan.pictures import write_page
 
-        write_page(page, plans, problem.cluster, problem.items(plans[0]), table(plans, problem))
+        text = table(plans, problem)
+        if problem.account is not None:
+            text = "\n".join([*account_lines(problem.account, most_named=len(problem.account.dropped)), "", text])
+        write_page(page, plans, problem.cluster, problem.items(plans[0]), text)
         print(f"page      {page}")
 
 
@@ -191,11 +196,14 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
     steps: PlannedSteps
+    found = None
     if request.codes:
         steps = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
     elif request.from_data:
         dataset = open_dataset(config, geometry, profile)
-        print_account(account(dataset, request.steps or None), config.data.min_coverage)
+        found = account(dataset, request.steps or None, config.train.steps)
+        print("\n".join(account_lines(found)))
+        check_coverage(dataset.ledger, config.data.min_coverage)
         steps = items_from_data(dataset, request.steps or 8, config, model)
     else:
         batches = batches_of(config, geometry, profile)
@@ -210,6 +218,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         options=preview_options(config, request.budget_s),
         memory=view,
         adapts=config.planner.misfit == "adapt",
+        account=found,
     )
 
 

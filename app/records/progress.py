@@ -97,6 +97,8 @@ class _RichBar:
 def figures(line: StepMetrics) -> str:
     """What a person wants to see of one step, the most telling first: a narrow terminal cuts the rest off."""
     parts = [f"loss {line.loss:.4f}" if math.isfinite(line.loss) else "loss not finite"]
+    if line.epoch is not None:
+        parts.append(f"epoch {line.epoch:.2f}")
     if math.isfinite(line.grad_norm):
         parts.append(f"grad norm {line.grad_norm:.3g}")
     if math.isfinite(line.step_s):

@@ -86,6 +86,7 @@ def _totals(steps: StepTotals, spans: SpanTotals) -> str:
     generations = steps.generations.count
     rows = [
         (short(steps.last_losses.median), "loss, last tenth"),
+        (short(steps.last.epoch) if steps.last is not None and steps.last.epoch is not None else "-", "epochs"),
         (f"{short(medians['step_s'])} s", "per step, median"),
         (short(medians["tokens_per_s"]), "tokens per second"),
         (percent(medians["mfu"]), "MFU, median"),

@@ -90,10 +90,14 @@ def data_html(data: DataAccount | None) -> str:
     if data is None or not data.indexed:
         return ""
     head = "".join(
-        f"<th>{name}</th>" for name in ("source", "indexed", "usable", "draws", "good", "bad", "rejected and bad")
+        f"<th>{name}</th>"
+        for name in ("source", "indexed", "usable", "draws", "epochs", "good", "bad", "rejected and bad")
     )
     body = "".join(_source_row(counts) for counts in data.rows)
-    note = "<p class='soft'>draws: samples of the steps, as counted at the last start or at the end.</p>"
+    note = (
+        "<p class='soft'>draws: samples of the steps, as counted at the last start or at the end. epochs: draws of a "
+        "usable sample, on average.</p>"
+    )
     return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>{note}"
 
 
@@ -101,7 +105,8 @@ def _source_row(counts: SourceAccount) -> str:
     reasons = Counter(counts.rejected) + Counter(counts.skipped)
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     bad = sum(counts.skipped.values())
-    cells = (counts.name, counts.indexed, counts.planned, counts.scheduled, counts.delivered, bad)
+    epochs = f"{counts.scheduled / counts.planned:.2f}" if counts.planned else "-"
+    cells = (counts.name, counts.indexed, counts.planned, counts.scheduled, epochs, counts.delivered, bad)
     return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}<td class='words'>{escape(why)}</td></tr>"
 
 

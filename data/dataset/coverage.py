@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from data.dataset.dataset import Dataset
+from data.dataset.dropped import DroppedSample, dropped_samples
+from data.dataset.epochs import forecast
 from data.dataset.order_state import OrderState
+from data.errors import DataError
+from data.in_words import LIST_ALL, EpochForecast, dropped_sentence, reasons_in_words
+from data.ledger import Ledger
 from data.types import Bucket
 
 NAMED = 1000  # dropped samples that are listed by name
@@ -30,15 +37,6 @@ class BucketAccount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DroppedSample:
-    """A sample that is never trained, and why."""
-
-    source: str
-    key: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Accounting:
     """`indexed == planned + sum(rejected)` and `planned == trained + waiting + not_reached + passed_over`."""
 
@@ -46,6 +44,7 @@ class Accounting:
     indexed: int
     planned: int
     rejected: dict[str, int]  # by reason
+    reasons: dict[str, int]  # the same in words, with the settings that decide it
     rules: dict[str, int]  # the rejected ones that a filter or the bucket table refused, in detail
     draws: int
     trained: int  # distinct samples
@@ -57,9 +56,11 @@ class Accounting:
     buckets: tuple[BucketAccount, ...]
     dropped: tuple[DroppedSample, ...]  # the first NAMED of them
 
+    forecast: EpochForecast | None  # of the whole run, where its steps are known
+
     @property
     def coverage(self) -> float:
-        """Share of the indexed samples that is trained."""
+        """Share of the indexed samples that is trained in these steps."""
         return self.trained / self.indexed if self.indexed else 0.0
 
     @property
@@ -72,15 +73,23 @@ class Accounting:
         )
 
 
-def account(dataset: Dataset, steps: int | None = None) -> Accounting:
+def account(dataset: Dataset, steps: int | None = None, run_steps: int = 0) -> Accounting:
     """Where every sample goes: per bucket, trained, repeated, dropped and why. Runs the order of draws alone, about
-    30 000 samples/s; without `steps` until every admitted sample is trained, or 5 epochs of draws are over."""
+    30 000 samples/s; without `steps` until every admitted sample is trained, 5 epochs of draws are over, or the run's
+    own `run_steps`, if that is given."""
     planner, state = dataset.planner, dataset.planner.start()
     times = [np.zeros(len(code), np.int32) for code in dataset.curriculum.codes]
     drawn_rows = [np.zeros(len(code), bool) for code in dataset.curriculum.codes]
     draws, items, short, rows = Counter[Bucket](), Counter[Bucket](), Counter[Bucket](), Counter[Bucket]()
     planned = dataset.ledger.planned
-    while state.step < steps if steps is not None else rows.total() < planned and state.drawn < PATIENCE * planned:
+    last = run_steps or math.inf
+
+    def goes_on() -> bool:
+        if steps is not None:
+            return state.step < steps
+        return rows.total() < planned and state.drawn < PATIENCE * planned and state.step < last
+
+    while goes_on():
         micros = planner.advance(state)  # may enter the next segment
         batch = planner.stages[state.stage].batch
         for micro in micros:
@@ -102,6 +111,7 @@ def account(dataset: Dataset, steps: int | None = None) -> Accounting:
         indexed=dataset.ledger.indexed,
         planned=planned,
         rejected={str(reason): count for reason, count in dataset.ledger.rejected.items()},
+        reasons=reasons_in_words(dataset.ledger),
         rules=dict(sorted(dataset.ledger.details.items())),
         draws=draws.total(),
         trained=trained,
@@ -114,7 +124,20 @@ def account(dataset: Dataset, steps: int | None = None) -> Accounting:
             _bucket_account(dataset, bucket, rows[bucket], draws[bucket], items[bucket], short[bucket])
             for bucket in sorted({bucket for stage in planner.stages for bucket in stage.batch})
         ),
-        dropped=tuple(_dropped(dataset)),
+        forecast=forecast(dataset, run_steps) if run_steps else None,
+        dropped=tuple(islice(dropped_samples(dataset.curriculum, dataset.indexes), NAMED)),
+    )
+
+
+def check_coverage(ledger: Ledger, least: float) -> None:
+    """Raises DataError when less than this share of the indexed samples can be drawn (`data.min_coverage`)."""
+    if ledger.planned >= least * ledger.indexed:
+        return
+    dropped = dropped_sentence(ledger.indexed, ledger.planned, reasons_in_words(ledger))
+    raise DataError(
+        f"only {100 * ledger.planned / ledger.indexed:.1f}% of the indexed samples can be trained; data.min_coverage "
+        f"asks for {100 * least:g}%. {dropped} ({LIST_ALL} lists them). Widen data.buckets, relax the filters, or "
+        f"lower data.min_coverage."
     )
 
 
@@ -142,19 +165,3 @@ def _bucket_account(
         items=items,
         short_items=int(short),
     )
-
-
-def _dropped(dataset: Dataset) -> list[DroppedSample]:
-    """Rows that are indexed and not planned, by name."""
-    named: list[DroppedSample] = []
-    for index, source, code in zip(dataset.indexes, dataset.config.sources, dataset.curriculum.codes):
-        masks = [(rule, index.filter_mask(rule)) for rule in source.filters]
-        for row in np.flatnonzero(code < 0)[: NAMED - len(named)]:
-            record = index.row(int(row))
-            if record.reject is not None:
-                why = str(record.reject)
-            else:
-                why = next((f"filtered({rule})" for rule, passes in masks if not passes[row]), "")
-                why = why or dataset.curriculum.refusal(index.ordinal, int(row)).detail
-            named.append(DroppedSample(source=index.name, key=record.key, reason=why))
-    return named

@@ -25,6 +25,8 @@ from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
+SHAPE = ("height", "width", "num_frames", "fps", "image")  # columns that decide which buckets take a row
+
 
 class Curriculum:
     """`codes` has the number of the shape of every row of each source, -1 for rows that are never drawn; `batches` the
@@ -57,12 +59,11 @@ class Curriculum:
             for index, shape, source in zip(indexes, self.codes, config.sources)
         ]
 
-    def refusal(self, source: int, row: int) -> Refusal:
-        """Why no bucket of the last segment takes a row that the index admits."""
-        columns = self._indexes[source].columns("height", "width", "num_frames", "fps", "image")
-        shape = _shape(*(columns[name][row].item() for name in ("height", "width", "num_frames", "fps", "image")))
+    def refusal(self, height: int, width: int, num_frames: int, fps: float, image: bool) -> Refusal:
+        """Why no bucket of the last segment takes a row of this SHAPE that the index admits."""
+        shape = _shape(height, width, num_frames, fps, image)
         refused = self.tables[-1].choices(shape, self._config.fps)
-        assert isinstance(refused, Refusal), f"row {row} of source {source} fits {refused}"
+        assert isinstance(refused, Refusal), f"{shape} fits {refused}"
         return refused
 
     def _admit(self, codes: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -84,8 +85,7 @@ class Curriculum:
             for shape, count in zip(*np.unique(code[alive & ~fits[code]], return_counts=True)):
                 refusal = self._options[-1][shape]
                 assert isinstance(refusal, Refusal)
-                reason = Reason.TOO_FEW_FRAMES if refusal.reason == "too_short" else Reason.NO_BUCKET
-                self._ledger.reject_many(reason, int(count), refusal.summary, index.ordinal)
+                self._ledger.reject_many(refusal.ledger_reason, int(count), refusal.summary, index.ordinal)
             alive &= fits[code]
             self._ledger.add_planned(int(alive.sum()), index.ordinal)
             admitted.append(np.where(alive, code, -1).astype(np.int32))
@@ -187,15 +187,14 @@ def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> lis
 
 def _shapes(indexes: Sequence[Index]) -> tuple[list[ClipShape], list[np.ndarray]]:
     """The distinct shapes of all sources, and the number of each row's shape."""
-    names = ("height", "width", "num_frames", "fps", "image")
     numbers: dict[tuple[int, int, int, float, bool], int] = {}
     codes = []
     for index in indexes:
-        columns = index.columns(*names)
-        inverse, count = _joint_codes([columns[name] for name in names])
+        columns = index.columns(*SHAPE)
+        inverse, count = _joint_codes([columns[name] for name in SHAPE])
         first = np.full(count, -1, np.int64)
         first[inverse[::-1]] = np.arange(len(inverse) - 1, -1, -1)
-        keys = [tuple(columns[name][row].item() for name in names) for row in first]
+        keys = [tuple(columns[name][row].item() for name in SHAPE) for row in first]
         codes.append(
             np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)[inverse]
             if count

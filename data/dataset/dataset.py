@@ -103,6 +103,11 @@ class Dataset:
         counts of the ledger at that point, where this process handed the steps out."""
         return {**self.planner.token(self._positions.at(step)), "draws": self._draws.get(step)}
 
+    def epoch(self, step: int) -> float:
+        """How often a sample has been drawn on average before `step`: 2.5 is half way through a third epoch."""
+        state = self._positions.at(step)
+        return (state.drawn - state.waiting) / self.ledger.planned
+
     def resume(self, token: DataToken) -> int:
         """Stand where `token` was made; returns its step. Raises DataError if the index or the settings differ."""
         state = self.planner.restore(token)

@@ -186,6 +186,44 @@ def test_a_dry_run_says_how_much_faster_the_workers_are_than_one_of_them(dry_run
     assert "plan      cascade on 1 worker" in printed and "one worker alone" not in printed
 
 
+def test_a_dry_run_says_how_often_the_run_draws_its_samples(dry_run: Dry) -> None:
+    """2,000 steps of 30 clips are hundreds of epochs, and nobody said so."""
+    _, printed, _ = dry_run("train.steps=40", "data.buckets.table=[17x32x48]", "data.buckets.max_ratio_error=1.7")
+    draws, samples, times = re.search(  # type: ignore[union-attr]
+        r"40 steps draw (\d+) samples, each of the (\d+) about (\S+) times", printed
+    ).groups()
+    assert float(times) == pytest.approx(int(draws) / int(samples), rel=0.1) and int(samples) < 30
+    left = 30 - int(samples)
+    assert f"{left} of 30 samples are dropped: " in printed and "too short (data.buckets.frames" in printed
+    assert f"and {left - 12} more; heddle data lint --config RUN.yaml --headers-only lists all" in printed
+    code, printed, err = dry_run("train.steps=1", "train.optimizer.lr_warmup_steps=0")
+    assert code == 0 and " + 0 not reached" not in printed and "within 1 step," in printed, err
+
+
+def test_a_plan_writes_the_account_of_the_data_as_json_and_as_a_page(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [f"data.sources.0.path={small_data}/shards/00000.tar", "data.buckets.table=[17x32x48]"]
+    options = [part for assignment in sets for part in ("--set", assignment)]
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    command = ("plan", "--config", str(DEMO), "--from-data", "--cluster", "1x1", "--steps", "2", "--budget", "0.01")
+    code, printed, err = heddle(monkeypatch, capsys, *command, "--json", str(out), "--html", str(page), *options)
+    assert code == 0, err
+    found = json.loads(out.read_text())
+    assert len(found["steps"]) == 2
+    data = found["data"]
+    assert data["indexed"] == 30 == data["planned"] + data["num_dropped"] and data["num_dropped"] > 12
+    assert (
+        sum(data["rejected"].values()) == sum(data["reasons"].values()) == len(data["dropped"]) == data["num_dropped"]
+    )
+    assert {"source", "shard", "key", "reason", "detail"} <= data["dropped"][0].keys()
+    assert [row["bucket"] for row in data["buckets"]] == ["17x32x48"]
+    assert data["forecast"]["steps"] == RunConfig.load(DEMO).train.steps and data["forecast"]["draws"] > 0
+    last = data["dropped"][-1]["key"]
+    assert f" {last}: " in page.read_text() and f" {last}: " not in printed, "a terminal gets the first twelve"
+    assert "samples are dropped: " in page.read_text()
+
+
 def test_a_dry_run_gives_the_length_of_a_long_run_in_hours(dry_run: Dry) -> None:
     """A day of training was 1443.2 minutes."""
     for steps, unit in ((40, "minutes"), (1_000_000_000, "hours")):
@@ -231,7 +269,7 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
     code, _, err = dry_run("data.buckets.table=[17x640x640]")
     assert code == 4 and "Nearest bucket" in err and "640px: 17x640x640" in err
     code, _, err = dry_run("data.buckets.table=[17x64x96]", "data.min_coverage=0.9")
-    assert code == 4 and "data.min_coverage asks for 90%" in err
+    assert code == 4 and "data.min_coverage asks for 90%" in err and " samples are dropped: " in err
     code, _, err = dry_run("data.sources.0.path=/nowhere/{00000..00003}.tar")
     assert code in (2, 4)
     assert err.startswith("error: ") and err.count("\n") == 1

@@ -130,6 +130,15 @@ data:
     assert "  4 filtered(aesthetic_score >= 4.2)" in text
     assert "indexed 12 = usable 7 + rejected 5 (4 filtered, 1 no_media)" in text
     assert "checked 7 = good 7 + bad 0" in text
+    assert "dropped   dropped.jsonl, 5 samples" in text
+    lines = [json.loads(line) for line in Path("dropped.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines[:2]] == ["000000", "000001"]
+    assert sorted(line["reason"] for line in lines) == ["filtered"] * 4 + ["no_media"]
+    config.write_text(config.read_text().replace(', filters: ["aesthetic_score >= 4.2"]', ""))
+    run("lint", "--config", config, "--headers-only", "--out", "elsewhere/bad.jsonl")
+    assert [json.loads(line)["reason"] for line in Path("elsewhere/dropped.jsonl").read_text().splitlines()] == [
+        "no_media"
+    ]
 
 
 def test_lint_names_the_files_that_are_missing(tmp_path, monkeypatch):

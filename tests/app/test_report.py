@@ -85,9 +85,9 @@ def test_the_page_says_what_became_of_every_source(run_folder: Path) -> None:
     table = write_report(RunDir.open(run_folder)).read_text().split("Data</h2>")[1].split("</table>")[0]
     rows = [re.findall("<td[^>]*>([^<]*)", row) for row in table.split("<tr>")[2:]]
     assert rows == [
-        ["films", "10", "9", "5", "5", "0", "1 no_bucket"],
-        ["mine &amp; yours", "10", "9", "5", "3", "2", "2 file_missing, 1 no_bucket"],
-        ["all", "20", "18", "10", "8", "2", "2 no_bucket, 2 file_missing"],
+        ["films", "10", "9", "5", "0.56", "5", "0", "1 no_bucket"],
+        ["mine &amp; yours", "10", "9", "5", "0.56", "3", "2", "2 file_missing, 1 no_bucket"],
+        ["all", "20", "18", "10", "0.56", "8", "2", "2 no_bucket, 2 file_missing"],
     ]
 
 

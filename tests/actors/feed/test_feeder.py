@@ -29,6 +29,7 @@ from data.cache import Cache
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset
 from data.engines.engine import make_engine
+from data.errors import DataError
 from data.ledger import Fault, Reason
 from data.tools.synthetic import SynthConfig, synthesize
 from data.types import Bucket, DataItem, DecodeJob, NeedsPixels, SampleRef
@@ -622,3 +623,44 @@ def test_sizes_that_a_run_decided_on_hold_for_any_feeder_after_it(clips: Path, m
     resumed = source(clips, monkeypatch)
     resumed.open(8, again.token(8))  # from a checkpoint alone: its token has the decision
     assert batches_of(resumed, range(8, 12)) == after[4:]
+
+
+def test_a_start_tells_what_is_dropped_and_how_often_the_rest_is_drawn(clips: Path, tmp_path: Path) -> None:
+    """The job of a user whose clips mostly fit no bucket ended normally, and said nothing."""
+    data = config(clips)
+    resolved, geometry = resolve(MODEL)
+    facts = item_facts(data, TrainConfig(), WorkersConfig(device="cpu"), resolved, geometry)
+    feeder = Feeder(data, facts, 0, str(tmp_path), make_engine, steps=6)
+    told: dict[str, Any] = dict(feeder.start(0))
+    try:
+        assert told["listed"] == told["indexed"] - told["planned"] == sum(told["reasons"].values()) > 0
+        lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+        assert len(lines) == told["listed"] and {"source", "key", "reason", "detail"} <= lines[0].keys()
+        batches = [feeder.batches(step) for step in range(6)]
+        samples = sum(len(item.keys) for step in range(6) for item in feeder.items(step))
+        assert told["forecast"]["draws"] == samples and told["forecast"]["steps"] == 6
+        assert [one.epoch for one in batches] == [feeder.dataset.epoch(step + 1) for step in range(6)]
+        assert batches[-1].epoch == pytest.approx(samples / told["planned"])
+    finally:
+        assert feeder._engine is not None
+        feeder._engine.stop()
+
+
+def test_a_start_with_too_little_of_its_data_is_refused(clips: Path, tmp_path: Path) -> None:
+    """`data.min_coverage` was for previews alone."""
+    with pytest.raises(DataError, match=r"data\.min_coverage asks for 90%"):
+        feeder_of(replace(config(clips), min_coverage=0.9), tmp_path).start(0)
+
+
+def test_a_list_of_dropped_samples_that_cannot_be_written_ends_no_run(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("actors.feed.feeder.write_dropped", full)
+    feeder = feeder_of(config(clips), tmp_path)
+    told = feeder.start(0)
+    assert feeder._engine is not None
+    feeder._engine.stop()
+    assert "listed" not in told and "not listed: [Errno 28] No space left" in caplog.text

@@ -16,6 +16,8 @@ from actors.records.events import (
     KeeperLost,
     MemoryShort,
     RunEvent,
+    RunStarted,
+    SamplesDropped,
     SettingsChanged,
     SnapshotsForecast,
     SpeedsLearned,
@@ -89,6 +91,10 @@ WORDS = {  # a value for every field that an event has
     "asides": ("step-19 prompt 0",),
     "limit_s": 600.0,
     "longest_s": 43200.0,
+    "indexed": 12,
+    "planned": 5,
+    "reasons": {"too short": 7},
+    "listed": 7,
     "by_bucket": {"17x64x96": 0.5},
     "by_noise": {"0-0.25": 0.5},
     "other": "i",
@@ -206,3 +212,24 @@ def test_equal_speeds_and_snapshots_that_are_off_are_told_in_words() -> None:
 
 def test_a_fallback_names_the_steps_that_run_again() -> None:
     assert StepsLost(to_step=3, lost_steps=2).describe().endswith("steps 4 to 5 run again")
+
+
+def test_dropped_samples_are_told_with_why_and_where_they_are_named() -> None:
+    data = {"indexed": 120, "planned": 83, "reasons": {"too small": 31, "too short": 6}, "listed": 37}
+    dropped = SamplesDropped.of(data)
+    assert dropped is not None
+    assert dropped.describe() == "37 of 120 samples are dropped: 31 too small, 6 too short; dropped.jsonl names them"
+    most = dataclasses.replace(dropped, planned=20, listed=50).describe()
+    assert most.startswith("warning: 100 of 120 samples") and most.endswith("; dropped.jsonl names the first 50")
+    assert dataclasses.replace(dropped, listed=0).describe().endswith("6 too short"), "no list was written"
+    assert SamplesDropped.of({"indexed": 5, "planned": 5}) is None
+    assert SamplesDropped.of({"indexed": 5, "planned": 4, "details": {}}) is not None, "of an earlier version"
+
+
+def test_a_start_tells_how_often_the_run_draws_its_samples() -> None:
+    forecast = {"steps": 2000, "draws": 8000, "samples": 30, "sources": {"clips": 266.7}, "exact": True}
+    start = RunStarted(from_step=4, pid=1, data={"forecast": forecast}, origin="step-3")
+    line = json.loads(json.dumps(start.line()))
+    said = "data is ready; starting at step 4 (state: step-3)"
+    assert event_of(line).describe() == f"{said}; 2,000 steps draw 8,000 samples, each of the 30 about 267 times"
+    assert dataclasses.replace(start, data={"indexed": 3}).describe() == said

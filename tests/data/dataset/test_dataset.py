@@ -118,7 +118,7 @@ def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> No
     assert found.indexed == found.planned + sum(found.rejected.values())
     assert found.planned == found.trained
     assert len(found.dropped) == sum(found.rejected.values())
-    assert all("17x64x96" in dropped.reason or "1x64x96" in dropped.reason for dropped in found.dropped)
+    assert all("17x64x96" in dropped.why or "1x64x96" in dropped.why for dropped in found.dropped)
     assert sum(bucket.samples for bucket in found.buckets) == found.trained
     short = account(data, steps=2)
     assert short.planned == short.trained + short.waiting + short.not_reached + short.passed_over
@@ -141,7 +141,7 @@ def test_filters_are_counted_and_their_samples_named(clips: Path) -> None:
     passing = int(data.indexes[0].filter_mask(rule).sum())
     assert 5 < passing < 55
     assert data.ledger.rejected["filtered"] == 60 - passing
-    assert f"filtered({rule})" in {dropped.reason for dropped in account(data).dropped}
+    assert f"filtered({rule})" in {dropped.why for dropped in account(data).dropped}
 
 
 def test_two_sources_are_mixed_by_their_weights(clips: Path) -> None:

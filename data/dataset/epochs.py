@@ -1,0 +1,36 @@
+"""How often the steps of a run draw its samples: what other trainers count as epochs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from data.dataset.dataset import Dataset
+from data.in_words import EpochForecast
+
+MOST_DRAWS = 30_000  # looked at in a segment, a second's work: more steps are taken to be like these
+
+
+def forecast(dataset: Dataset, steps: int) -> EpochForecast:
+    """Draws of the first `steps` steps by the order of the data alone: of each segment as many as MOST_DRAWS are
+    looked at, and the others counted as these."""
+    planner, drawn, exact, first = dataset.planner, Counter[int](), True, 0
+    state = planner.start()
+    for stage in planner.stages:
+        last = min(stage.until_step or steps, steps)
+        if last <= first:
+            continue
+        state.step, seen = first, Counter[int]()
+        while state.step < last and seen.total() < MOST_DRAWS:
+            seen.update(draw.source for batch in planner.advance(state) for draw in batch.draws)
+        exact = exact and state.step == last
+        for source, count in seen.items():
+            drawn[source] += round(count * (last - first) / (state.step - first))
+        first = last
+    counts = dataset.ledger.sources
+    return EpochForecast(
+        steps=steps,
+        draws=drawn.total(),
+        samples=dataset.ledger.planned,
+        sources={index.name: drawn[index.ordinal] / max(counts[index.ordinal].planned, 1) for index in dataset.indexes},
+        exact=exact,
+    )
