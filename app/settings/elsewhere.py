@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+_EPOCHS = (
+    "train.steps (steps = epochs x samples / samples of a step; heddle train --dry-run says how often the steps draw "
+    "each sample)"
+)
+_REPEATS = "data.sources (weight of each, a share of the draws; how often all are drawn follows from train.steps)"
 ELSEWHERE = {
     "pretrained_model_name_or_path": "model.dit.path",
     "model_path": "model.dit.path",
@@ -38,9 +43,11 @@ ELSEWHERE = {
     "num_steps": "train.steps",
     "steps": "train.steps",
     "train_steps": "train.steps",
-    "num_epochs": "train.steps",
-    "max_train_epochs": "train.steps",
-    "epochs": "train.steps",
+    "num_epochs": _EPOCHS,
+    "max_train_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "epochs": _EPOCHS,
     "lr": "train.optimizer.learning_rate",
     "learning_rate": "train.optimizer.learning_rate",
     "optimizer_type": "train.optimizer.kind",
@@ -139,8 +146,9 @@ ELSEWHERE = {
     "image_directory": "data.sources",
     "image_jsonl_file": "data.sources",
     "data_file_keys": "data.sources",
-    "num_repeats": "data.sources (weight of each)",
-    "dataset_repeat": "data.sources (weight of each)",
+    "num_repeats": _REPEATS,
+    "dataset_repeat": _REPEATS,
+    "repeats": _REPEATS,
     "caption_ext": "data.sources (caption of each)",
     "caption_extension": "data.sources (caption of each)",
     "caption_column": "data.sources (caption of each)",

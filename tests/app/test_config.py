@@ -269,6 +269,18 @@ def test_names_of_other_trainers_are_not_taken_for_the_word_that_is_spelled_alik
         RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"{theirs}=1"])
 
 
+@pytest.mark.parametrize("theirs", ["num_epochs", "epochs", "num_train_epochs", "max_train_epochs", "num_repeats"])
+def test_epochs_of_other_trainers_are_answered_with_how_they_become_steps(theirs: str) -> None:
+    """They were answered by train.steps alone, as if ten epochs were ten steps."""
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"train.{theirs}=10"])
+    said = str(caught.value)
+    if theirs == "num_repeats":
+        assert "data.sources (weight of each" in said and "follows from train.steps" in said
+    else:
+        assert "train.steps (steps = epochs x samples / samples of a step; heddle train --dry-run says" in said
+
+
 def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
     known = set(names().known)
     for foreign, ours in ELSEWHERE.items():
