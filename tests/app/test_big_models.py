@@ -18,7 +18,8 @@ from actors.planning.memory import MemoryForecast
 from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
 from app.settings.config import RunConfig
-from ops.geometry import PixelShape
+from data.buckets import BucketTable, ClipShape, Refusal
+from ops.geometry import Geometry, PixelShape
 from ops.upload_room import uploads_gib
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -175,6 +176,28 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):
         plan(tmp_path, name, "train.memory.parameters=replicated", cluster=roomy)
+
+
+USUAL = ((1280, 720), (720, 1280), (1024, 1024), (1440, 1080), (640, 480), (832, 480), (480, 832), (640, 640))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "-lora-" in name])
+def test_a_shipped_lora_takes_clips_of_the_usual_shapes(name: str) -> None:
+    """Two ratios, 16:9 and 9:16, dropped what is square; and 640x480 is below 0.8 of the pixels of 480p."""
+    data = RunConfig.load(CONFIGS / "runs" / f"{name}.yaml").data
+    if data.buckets.table:  # of models that were trained in one shape
+        text = (CONFIGS / "runs" / f"{name}.yaml").read_text()
+        assert re.search(r"# clips of another shape are dropped\b.*\n  buckets: \{table", text), text
+        return
+    table = BucketTable.build(data.buckets, Geometry())
+    smallest = min(entry.area for entry in table.entries)
+    frames = max(entry.frames for entry in table.entries)
+    for width, height in USUAL:
+        if "480p" not in data.buckets.resolutions and width * height < smallest:
+            continue  # of 540p, or for pictures of 1024px
+        clip = ClipShape(frames=frames, height=height, width=width, fps=0.0 if frames == 1 else 24.0)
+        found = table.choices(clip, data.fps)
+        assert not isinstance(found, Refusal), f"{width}x{height}: {found}"
 
 
 @pytest.mark.long
