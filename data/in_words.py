@@ -63,7 +63,7 @@ def dropped_sentence(indexed: int, planned: int, reasons: Mapping[str, int]) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochForecast:
-    """What a run of so many steps draws. Made at its start, and by previews of it."""
+    """What the steps of a run draw. Made at its start, and by previews of it."""
 
     steps: int
     draws: int  # samples of all steps

@@ -74,7 +74,7 @@ class Feeder(AnsweringActor):
         self._engine_of, self._timed = engine_of, timed
         end_when_terminated()
         self._dataset: Dataset | None = None
-        self._opening: Mapping[str, object] = {}  # what is told of it at a start, besides its counts
+        self._opening: Mapping[str, object] = {}  # what a start says of it, besides its counts
         self._engine: Engine | None = None
         self._avoid: Sequence[str] = ()
         self._cache = ItemCache(config, facts.encoders, facts.geometry) if config.cache.path else None

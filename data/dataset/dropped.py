@@ -53,12 +53,15 @@ class DroppedSample:
 
 
 def dropped_samples(
-    curriculum: Curriculum, indexes: Sequence[Index], most_of_a_source: int | None = None
+    curriculum: Curriculum,
+    indexes: Sequence[Index],
+    most_of_a_source: int | None = None,
+    rows_at_once: int = ROWS_PER_GROUP,
 ) -> Iterator[DroppedSample]:
     """The samples that `curriculum`, made of `indexes`, never draws, in their order; of each source the first
     `most_of_a_source`. Those whose file is missing come after the rows of their source."""
     for index, code in zip(indexes, curriculum.codes, strict=True):
-        yield from islice(chain(_rows(curriculum, index, code), _missing(index)), most_of_a_source)
+        yield from islice(chain(_rows(curriculum, index, code, rows_at_once), _missing(index)), most_of_a_source)
 
 
 def write_dropped(path: Path, samples: Iterable[DroppedSample]) -> int:
@@ -74,7 +77,7 @@ def write_dropped(path: Path, samples: Iterable[DroppedSample]) -> int:
     return count
 
 
-def _rows(curriculum: Curriculum, index: Index, code: np.ndarray) -> Iterator[DroppedSample]:
+def _rows(curriculum: Curriculum, index: Index, code: np.ndarray, rows_at_once: int) -> Iterator[DroppedSample]:
     """Rows that are indexed and not planned."""
     masks = [(rule, index.filter_mask(rule)) for rule in index.config.filters]
     detail_of = lru_cache(maxsize=1 << 14)(lambda *shape: curriculum.refusal(*shape))
@@ -84,7 +87,7 @@ def _rows(curriculum: Curriculum, index: Index, code: np.ndarray) -> Iterator[Dr
             continue
         start = 0
         with pq.ParquetFile(part.file) as file:
-            for batch in file.iter_batches(ROWS_PER_GROUP, columns=list(_COLUMNS), use_threads=False):
+            for batch in file.iter_batches(rows_at_once, columns=list(_COLUMNS), use_threads=False):
                 own = dropped[start : start + batch.num_rows]
                 rows = int(begin) + start + np.flatnonzero(own)
                 start += batch.num_rows

@@ -10,8 +10,8 @@ from data.in_words import EpochForecast
 MOST_DRAWS = 30_000  # looked at in a segment, a second's work: more steps are taken to be like these
 
 
-def forecast(dataset: Dataset, steps: int) -> EpochForecast:
-    """Draws of the first `steps` steps by the order of the data alone: of each segment as many as MOST_DRAWS are
+def forecast(dataset: Dataset, steps: int, most_draws: int = MOST_DRAWS) -> EpochForecast:
+    """Draws of the first `steps` steps by the order of the data alone: of each segment as many as `most_draws` are
     looked at, and the others counted as these."""
     planner, drawn, exact, first = dataset.planner, Counter[int](), True, 0
     state = planner.start()
@@ -20,7 +20,7 @@ def forecast(dataset: Dataset, steps: int) -> EpochForecast:
         if last <= first:
             continue
         state.step, seen = first, Counter[int]()
-        while state.step < last and seen.total() < MOST_DRAWS:
+        while state.step < last and seen.total() < most_draws:
             seen.update(draw.source for batch in planner.advance(state) for draw in batch.draws)
         exact = exact and state.step == last
         for source, count in seen.items():

@@ -104,7 +104,7 @@ OPEN_SORA = "open_sora: {256px: {1: [1.0, 45]}}"
 def test_buckets_of_another_kind_replace_those_of_the_base(
     below: str, above: str, kept: set[str], tmp_path: Path
 ) -> None:
-    """A table over a base with resolutions was answered "gives table and resolutions", of whom gave one of them."""
+    """A table over a base with resolutions was answered "gives table and resolutions", and the user gave one."""
     write(tmp_path, f"data: {{buckets: {{{below}, min_area: 0.5}}}}", "base.yaml")
     buckets = load(tmp_path, f"base: base.yaml\ndata: {{buckets: {{{above}}}}}").data.buckets
     assert {name for name in ("table", "resolutions", "open_sora") if getattr(buckets, name)} == kept

@@ -112,11 +112,10 @@ def test_a_limited_list_has_the_first_of_every_source(folder: Path) -> None:
     assert [one.source for one in found] == ["table.jsonl"] * 3 + ["other.jsonl"] * 3
 
 
-def test_a_list_is_made_group_by_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_made_group_by_group(folder: Path) -> None:
     """Rows of 100 million are never held together; those of every group have their own names."""
     whole = list(dropped_samples((data := dataset(folder)).curriculum, data.indexes))
-    monkeypatch.setattr("data.dataset.dropped.ROWS_PER_GROUP", 2)
-    assert list(dropped_samples(data.curriculum, data.indexes)) == whole
+    assert list(dropped_samples(data.curriculum, data.indexes, rows_at_once=2)) == whole
 
 
 def test_too_little_of_the_data_is_refused_with_what_would_help(folder: Path) -> None:

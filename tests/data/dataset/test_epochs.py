@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig, SourceConfig
-from data.dataset import epochs
 from data.dataset.coverage import account
 from data.dataset.dataset import Dataset
 from data.dataset.epochs import forecast
@@ -47,14 +46,13 @@ def test_a_forecast_is_what_the_steps_draw(clips: Path) -> None:
     assert found.epochs == pytest.approx(found.draws / 60) and found.sources == {"shards": found.epochs}
 
 
-def test_a_long_run_is_told_from_a_part_of_every_segment(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_told_from_a_part_of_every_segment(clips: Path) -> None:
     data = dataset(clips, segments=curriculum(150))
     exact = forecast(data, 400)
-    monkeypatch.setattr(epochs, "MOST_DRAWS", 250)
-    about = forecast(data, 400)
+    about = forecast(data, 400, most_draws=250)
     assert exact.exact and not about.exact
     assert about.draws == pytest.approx(exact.draws, rel=0.1)
-    assert forecast(data, 10**12).draws > 10**12, "as long as it likes: no more is looked at"
+    assert forecast(data, 10**12, most_draws=250).draws > 10**12, "as long as it likes: no more is looked at"
 
 
 def test_a_source_of_few_samples_and_much_weight_is_drawn_more_often(clips: Path) -> None:
