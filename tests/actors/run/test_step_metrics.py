@@ -26,6 +26,8 @@ from actors.run.step_metrics import (
     step_metrics,
     timeline_records,
 )
+from app.records.metrics import scalars
+from app.records.progress import figures
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
 from ops.geometry import Geometry
@@ -76,7 +78,7 @@ def test_the_loss_of_a_packed_cascade_is_told_by_bucket() -> None:
 def collected(planned: list[Item], reports: tuple[StepReport, ...], at: float) -> Any:
     running = SimpleNamespace(
         step=0, generation=1, assignment=SimpleNamespace(step=facts().plan), planning_s=0, dispatch_s=0, num_calls=2,
-        data=SimpleNamespace(items=SimpleNamespace(planned=planned)),
+        data=SimpleNamespace(items=SimpleNamespace(planned=planned), epoch=2.25),
     )  # fmt: skip
     return SimpleNamespace(running=running, reports=reports, snapshots=(), collected_at=at, finished_at=1e9)
 
@@ -249,6 +251,8 @@ def test_a_step_is_counted_from_the_end_of_the_one_before_and_from_the_begin_of_
     account.waited_for_data(0.25)
     line, spans = committed(13.0)
     assert (line.step_s, line.data_wait_s) == (3.0, 0.75)
+    assert line.epoch == line.line()["epoch"] == 2.25 and "epoch" not in replace(line, epoch=None).line()
+    assert ("train/epoch", 2.25) in scalars(line) and "  epoch 2.25  " in figures(line)
     assert (line.tokens_per_s, line.videos_per_s) == (32.0, pytest.approx(4 / 3, abs=1e-3))  # 4 samples of 24 tokens
     assert [(span.step_start, span.node) for span in spans] == [(12.25, "W0")] * 3, "where its first cascade began"
     assert line.corr_tokens is line.corr_load is line.load_exponent is None, "of one step there is none"
