@@ -19,11 +19,20 @@ def export(
         Path | None,
         typer.Option("--base", help="Diffusers folder that the frozen parts come from; default: those the run used."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    lora_only: Annotated[
+        bool,
+        typer.Option("--lora-only", help="Of a LoRA run the files of its factors alone, for Diffusers and ComfyUI."),
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Of what was trained, factors too: float32, which rounds nothing, bfloat16 or float16.")
+    ] = "float32",
     ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
 ) -> None:
-    """Write a Diffusers pipeline folder, load it back, and compare before reporting success."""
+    """Write a Diffusers pipeline folder, or the factors of a LoRA run, and compare before reporting success.
+
+    A whole folder needs host memory for the transformer in fp32, and a little more; --lora-only needs none of it.
+    """
     from app.export.export import run
     from app.sampling.model import chosen_checkpoint
 
-    run(chosen_checkpoint(checkpoint, after), to, base=base, dtype=dtype, ema=ema)
+    run(chosen_checkpoint(checkpoint, after), to, base=base, dtype=dtype, ema=ema, lora_only=lora_only)

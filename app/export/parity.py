@@ -1,5 +1,9 @@
-"""Compares a written transformer folder, loaded by Diffusers' own class, with our model: same weights, equal
-outputs."""
+"""Compares a written transformer folder, loaded by Diffusers' own class, with our model: same weights, equal outputs.
+
+compare_files(folder, state)                  # what was written is what was meant; then `state` may go
+reference = load_reference(folder, class_name)  # what Diffusers loads is what was written
+compare_forward(reference, config, where)     # by our module with the same weights, which are in memory once
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ from torch import Tensor, nn
 
 from actors.state.checkpoint_files import CheckpointError
 from ops.comm.collectives import Group
+from ops.heap import give_back
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.folders import dit_config
-from ops.models.load import build_dit
-from ops.models.weights import read_state
+from ops.models.load import dit_skeleton
+from ops.models.weights import describe, iterate
 from ops.packed.conditions import Conditions
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify, unpatchify
@@ -29,44 +34,70 @@ _FRAMES, _FRAME = 2, (2, 3)
 _IMAGE_TOKENS = 5
 
 
-def compare_weights(folder: Path, class_name: str, state: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError unless Diffusers loads exactly the names and bits of `state` from `folder`."""
-    model, report = _load(folder, class_name, next(iter(state.values())).dtype)
+def compare_files(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless the files of `folder` hold exactly the names and bits of `state`. One tensor is
+    read at a time."""
+    left = set(state)
+    for name, tensor in iterate(folder):
+        if name not in state or not _same_bits(tensor, state[name]):
+            raise CheckpointError(f"{folder.name}: {name} differs after reading it back; the export is not valid.")
+        left.remove(name)
+    if left:
+        raise CheckpointError(f"{folder.name}: {min(left)} is missing after writing it; the export is not valid.")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also of numbers that are none."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits, others = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(bits, others)
+
+
+def load_reference(folder: Path, class_name: str) -> nn.Module:
+    """The transformer in `folder` as Diffusers' own class loads it, in the dtype of its files. Raises CheckpointError
+    unless it has exactly their names and bits."""
+    dtype = next(iter(describe(folder).values())).dtype
+    model, report = _load(folder, class_name, dtype)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(problem):
             raise CheckpointError(
                 f"{folder.name}: Diffusers' {class_name} reports {problem.replace('_', ' ')} "
                 f"{list(report[problem])[:3]}; the export is not valid."
             )
-    for name, tensor in model.state_dict().items():
-        if name in state and not torch.equal(tensor.to(state[name].dtype), state[name]):
+    loaded = model.state_dict()
+    for name, tensor in iterate(folder):
+        if name in loaded and not _same_bits(loaded[name].to(tensor.dtype), tensor):
             raise CheckpointError(f"{folder.name}: {name} differs after loading it back; the export is not valid.")
+    return model
 
 
-def compare_read_back(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError unless our own transformer, read from `folder`, has exactly the bits of `state`: for a
-    class that Diffusers has not."""
-    found = read_state(folder)
+def compare_config(folder: Path, config: DiTConfig) -> None:
+    """Raises CheckpointError unless config.json of `folder` is that of our own transformer: for a class that Diffusers
+    has not."""
     read = dit_config(read_json(folder / "config.json"), config, str(folder))
     if read != config:
         raise CheckpointError(f"{folder.name}: config.json describes another transformer; the export is not valid.")
-    for name, tensor in state.items():
-        if name not in found or not torch.equal(found[name], tensor):
-            raise CheckpointError(f"{folder.name}: {name} differs after reading it back; the export is not valid.")
 
 
-def compare_forward(folder: Path, config: DiTConfig, state: Mapping[str, Tensor]) -> float:
-    """Largest difference between our forward and Diffusers', over the largest output. Raises above TOLERANCE."""
-    reference, _ = _load(folder, FAMILIES[config.architecture].diffusers_class, torch.float32)
-    module = build_dit(config, 0)
-    module.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+def compare_forward(reference: nn.Module, config: DiTConfig, where: str) -> float:
+    """Largest difference between our forward and that of a class of Diffusers with the same weights, over the largest
+    output, in fp32. Raises CheckpointError above TOLERANCE. `reference` is in fp32 afterwards, and its weights are in
+    memory once."""
+    module = dit_skeleton(config)
+    for tensor in (*reference.parameters(), *reference.buffers()):  # as .float(), whose holes the heap would keep
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+            give_back()
+    own = module.state_dict()
+    module.load_state_dict({name: w for name, w in reference.state_dict().items() if name in own}, assign=True)
     sample = parity_sample(config)
     with torch.no_grad():
         ours, theirs = our_velocity(module.eval(), sample), their_velocity(reference.eval(), config, sample)
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     if not difference <= TOLERANCE:
         raise CheckpointError(
-            f"{folder.name}: Diffusers' forward pass differs from ours by {difference:.1e} of its "
+            f"{where}: Diffusers' forward pass differs from ours by {difference:.1e} of its "
             f"largest value (allowed {TOLERANCE:.0e}); the export is not valid."
         )
     return difference

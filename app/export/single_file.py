@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from app.export.parity import compare_weights
+from app.export.parity import compare_files, load_reference
 from app.settings.attention_table import with_attention_table
 from app.settings.files import read
 from ops.models.base.config import DiTConfig
@@ -56,7 +56,8 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         state = by_diffusers_names(stored, family, str(file))
     check_state(expected, state, str(file))
     write_folder(folder, state, dit_json(dit))
-    compare_weights(folder, family.diffusers_class, state)
+    compare_files(folder, state)
+    load_reference(folder, family.diffusers_class)
     names = ", which has the names of Diffusers already" if are_diffusers else ""
     print(f"{folder}: {len(state)} weights of {file}{names}, loaded back by Diffusers")
     return folder

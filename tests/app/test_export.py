@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
+from app.export.host_memory import needed_bytes
 from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, clips_of
 from app.sampling.model import saved_model
 from app.sampling.sample import default_out
@@ -34,6 +35,7 @@ from app.validation.checkpoint import validate
 from data.config import BucketsConfig, DataConfig
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.flow.sampling import SampleRequest, initial_noise, sample_latents, sigma_schedule
+from ops.models import lora_files
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.float8 import in_8_bits
@@ -41,6 +43,7 @@ from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_text, check_factors
 from ops.models.lora import lora_scale, merged
+from ops.models.lora_files import write_factors
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
@@ -274,6 +277,78 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir() if file.is_file()}) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("settings", [{}, {"lora_dora": True}, {"lora_targets": ("to_q", "ffn.*")}])
+def test_lora_only_writes_the_files_of_a_whole_export_and_no_other(
+    settings: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    base = publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", pipeline_run(base, lora_rank=2, lora_alpha=4.0, **settings))
+    export.export(run, tmp_path / "whole", dtype=dtype)
+    weights = base / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:64])  # nothing of them is read
+    alone = export.run(run, tmp_path / "alone", dtype=dtype, lora_only=True, ema=True)
+    names = {"pytorch_lora_weights.safetensors"}
+    names |= set() if settings.get("lora_dora") else {"comfyui_lora_weights.safetensors"}
+    assert {file.name for file in (tmp_path / "alone").iterdir()} == names == set(alone.components)
+    assert all(f"{dtype}, of EMA weights of step-7" in what for what in alone.components.values())
+    for name in names:
+        one, other = (load_file(tmp_path / folder / name) for folder in ("whole", "alone"))
+        assert one.keys() == other.keys() and {t.dtype for t in other.values()} == {getattr(torch, dtype)}
+        assert all(torch.equal(tensor, one[key]) for key, tensor in other.items())
+    plain = export.export(run, tmp_path / "plain", lora_only=True, ema=False)
+    assert all("trained weights of step-7" in what for what in plain.components.values())
+
+
+def test_factors_that_a_dtype_cannot_hold_or_that_are_none_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    config = haar_run(lora_rank=2)
+    run = write_checkpoint(tmp_path / "run", config, filled=1e6)
+    with pytest.raises(ValueError, match=r"lora_A.weight holds 1e\+06, and float16 ends at 6.55e\+04. Write it in bf"):
+        export.export(run, tmp_path / "out", dtype="float16", lora_only=True)
+    export.export(run, tmp_path / "wide", dtype="bfloat16", lora_only=True)
+    broken = write_checkpoint(tmp_path / "broken", config, filled=float("nan"))
+    with pytest.raises(ValueError, match=r"holds numbers that are not finite\. Take an earlier checkpoint"):
+        export.export(broken, tmp_path / "out", lora_only=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "run", "wide"]
+
+
+def test_a_file_of_factors_that_came_out_otherwise_is_found(tmp_path: Path) -> None:
+    config = replace(DIT, lora_rank=2)
+    state = {n: p.detach() for n, p in trained(haar_run(lora_rank=2), 1).named_parameters() if p.requires_grad}
+    write_factors(tmp_path, config, state, "", torch.float32)
+    name = "blocks.0.attn1.to_q.lora_B.weight"
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    read = {key.removeprefix("transformer."): tensor for key, tensor in load_file(file).items()}
+    lora_files.compare(file, state, read, torch.float32, 1.0)
+    for other in ({**read, name: read[name] * 1.001}, {key: tensor for key, tensor in read.items() if key != name}):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} differs after reading it back"):
+            lora_files.compare(file, state, other, torch.float32, 1.0)
+    del state[name]
+    with pytest.raises(ValueError, match=f"the checkpoint lacks {re.escape(name)}"):
+        write_factors(tmp_path, config, state, "", torch.float32)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_host_with_too_little_memory_is_refused_before_anything_is_written(rank: int, tmp_path: Path) -> None:
+    run = write_checkpoint(tmp_path / "run", haar_run(lora_rank=rank))
+    needed = needed_bytes(haar_run(lora_rank=rank).model.dit)
+    remedy = r"write the factors alone, which takes none of it \(--lora-only\), or export" if rank else "export"
+    with pytest.raises(ConfigError, match=rf"needs 1.5 GiB of host memory.* can spare 1.0 GiB: {remedy} on a host"):
+        export.export(run, tmp_path / "out", room_bytes=1 << 30)
+    with pytest.raises(ConfigError, match="needs"):
+        export.export(run, tmp_path / "out", room_bytes=needed - 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    export.export(run, tmp_path / "out", room_bytes=needed)
+    if rank:
+        export.export(run, tmp_path / "alone", room_bytes=0, lora_only=True)
+
+
+def test_a_whole_export_needs_its_transformer_in_fp32_and_a_little_more() -> None:
+    size = 14_288_491_584 * 4  # Wan2.1-14B
+    dit = WanConfig(num_layers=40, num_heads=40, head_dim=128, ffn_dim=13824, freq_dim=256, text_dim=4096)
+    assert size < needed_bytes(replace(dit, lora_rank=32)) == needed_bytes(dit) < 1.2 * size
+
+
 def test_factors_go_on_from_an_export_on_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:
     base, out = publish(tmp_path / "base"), tmp_path / "out"
     config = pipeline_run(base, lora_rank=2, lora_alpha=4.0)
@@ -460,11 +535,14 @@ def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path)
     assert clips[0].shape == (3, 16, 32, 3) and np.abs(clips[0].astype(int) - clips[1]).max() <= 1
     other = {**after, "spatial_blocks.0.mlp.fc1.bias": after["spatial_blocks.0.mlp.fc1.bias"] + 1}
     save_file(other, out / "transformer" / "model.safetensors")
-    plain = replace(resolve(model)[0].dit, lora_rank=0, path=None)
     with pytest.raises(
         checkpoint.CheckpointError, match=r"spatial_blocks\.0\.mlp\.fc1\.bias differs after reading it back"
     ):
-        parity.compare_read_back(out / "transformer", plain, after)
+        parity.compare_files(out / "transformer", after)
+    plain = replace(resolve(model)[0].dit, lora_rank=0, path=None)
+    parity.compare_config(out / "transformer", plain)
+    with pytest.raises(checkpoint.CheckpointError, match=r"config\.json describes another transformer"):
+        parity.compare_config(out / "transformer", replace(plain, num_layers=3))
 
 
 def test_frequencies_of_rope_stay_as_they_are_beside_rounded_weights(tmp_path: Path) -> None:
@@ -649,8 +727,19 @@ def test_weights_that_changed_on_the_way_are_found(tmp_path: Path) -> None:
     state = build_dit(DIT, 0).state_dict()
     export.write_folder(tmp_path / "t", state, dit_json(DIT))
     changed = {**state, "proj_out.bias": state["proj_out.bias"] + 1}
-    with pytest.raises(checkpoint.CheckpointError, match=r"proj_out\.bias differs after loading it back"):
-        parity.compare_weights(tmp_path / "t", "WanTransformer3DModel", changed)
+    parity.compare_files(tmp_path / "t", state)
+    with pytest.raises(checkpoint.CheckpointError, match=r"proj_out\.bias differs after reading it back"):
+        parity.compare_files(tmp_path / "t", changed)
+    with pytest.raises(checkpoint.CheckpointError, match=r"more is missing after writing it"):
+        parity.compare_files(tmp_path / "t", {**state, "more": state["proj_out.bias"]})
+    parity.load_reference(tmp_path / "t", "WanTransformer3DModel")
+    del changed["proj_out.bias"]
+    export.write_folder(tmp_path / "less", changed, dit_json(DIT))
+    with pytest.raises(checkpoint.CheckpointError, match=r"missing keys \['proj_out\.bias'\]"):
+        parity.load_reference(tmp_path / "less", "WanTransformer3DModel")
+    other = parity.load_reference(tmp_path / "t", "WanTransformer3DModel")
+    with pytest.raises(checkpoint.CheckpointError, match="t: Diffusers' forward pass differs from ours"):
+        parity.compare_forward(other, replace(DIT, eps=1.0), "t")
 
 
 def test_wrong_requests_are_one_sentence(tmp_path: Path) -> None:
@@ -661,5 +750,9 @@ def test_wrong_requests_are_one_sentence(tmp_path: Path) -> None:
         export.export(run, tmp_path / "out", base=tmp_path)
     with pytest.raises(ConfigError, match="--dtype float8 is not known"):
         export.export(run, tmp_path / "out", dtype="float8")
+    with pytest.raises(ConfigError, match=r"--lora-only writes the factors of a LoRA run, and \S+step-7 has none"):
+        export.export(run, tmp_path / "out", lora_only=True)
+    with pytest.raises(ConfigError, match=r"--base .* --lora-only writes none; leave one of the two out"):
+        export.export(run, tmp_path / "out", base=tmp_path, lora_only=True)
     with pytest.raises(ConfigError, match="has a VAE of 4 channels, the run trained on latents of haar"):
         export.export(run, tmp_path / "out", base=publish(tmp_path / "base"))

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from app.export.parity import (
     TOLERANCE,
+    compare_files,
     compare_forward,
-    compare_weights,
+    load_reference,
     our_velocity,
     parity_sample,
     their_velocity,
@@ -144,8 +145,9 @@ def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_pa
     state = {key: 0.1 * torch.randn(value.shape, generator=generator) for key, value in state.items()}
     whole = {**state, **kept_weights(config)}
     write_folder(tmp_path, whole, dit_json(config))
-    compare_weights(tmp_path, FAMILIES[config.architecture].diffusers_class, whole)
-    assert 0 < compare_forward(tmp_path, config, state) <= TOLERANCE
+    compare_files(tmp_path, whole)
+    reference = load_reference(tmp_path, FAMILIES[config.architecture].diffusers_class)
+    assert 0 < compare_forward(reference, config, case) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", IN_DIFFUSERS)
