@@ -16,6 +16,7 @@ from app.settings.sections import LongPrompts
 
 if TYPE_CHECKING:
     from app.sampling.clips import ClipChanges, ClipOrder, Crew
+    from ops.models.added_lora import LoraFile
 
 _FORCING = ("base_num_frames", "overlap_history", "addnoise_condition", "ar_step", "causal_block_size")
 
@@ -30,6 +31,18 @@ class _Material:
     after: After = None
     published: Annotated[
         Path | None, typer.Option("--from", help="Instead: the Diffusers folder of a published pipeline.")
+    ] = None
+    lora_files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--lora",
+            help="Of a folder: factors to add to its weights, a .safetensors file by Diffusers', PEFT's, ComfyUI's or "
+            "kohya's names; for two experts the folder of both. Repeatable.",
+        ),
+    ] = None
+    lora_scales: Annotated[
+        list[float] | None,
+        typer.Option("--lora-scale", help="What they are multiplied with: one for all, or one for each; default: 1."),
     ] = None
     prompts: Annotated[
         list[str] | None,
@@ -62,6 +75,23 @@ class _Material:
         if self.after is not None and self.published is not None:
             raise typer.BadParameter("--after is of a run: give --checkpoint RUN.")
         return given[0]
+
+    def loras(self) -> list[LoraFile]:
+        """The files of --lora with their scales. Raises BadParameter where these do not go together."""
+        from ops.models.added_lora import LoraFile
+
+        files, scales = self.lora_files or [], self.lora_scales or [1.0]
+        if self.lora_scales and len(scales) not in {1, len(files)}:
+            raise typer.BadParameter(
+                f"--lora-scale is given {len(scales)} times and --lora {len(files)} times; give one scale for all "
+                f"files, or one for each."
+            )
+        if self.lora_scales and not files:
+            raise typer.BadParameter("--lora-scale needs --lora FILE.")
+        if any(not math.isfinite(scale) for scale in scales):
+            raise typer.BadParameter(f"--lora-scale {scales} must be finite numbers.")
+        each = scales * len(files) if len(scales) == 1 else scales
+        return [LoraFile(path=str(file), scale=scale) for file, scale in zip(files, each, strict=True)]
 
     def texts(self) -> list[str]:
         """The prompts that were given; none where those of the run are meant. Raises ConfigError."""
@@ -226,9 +256,9 @@ def sample(
         raise typer.BadParameter(f"--long-prompts {long_prompts} is none of {', '.join(get_args(LongPrompts))}.")
     clip.check()
     spread.check()
-    changes, texts = clip.changes(), material.texts()
+    changes, texts, loras = clip.changes(), material.texts(), material.loras()
     folder = chosen_checkpoint(folder, material.after)
-    out = out or default_out(folder, texts)
+    out = out or default_out(folder, texts, loras)
     run(
         folder,
         texts,
@@ -237,6 +267,7 @@ def sample(
         images=material.images or [],
         last_images=material.last_images or [],
         other=material.other,
+        loras=loras,
         ema=ema,
         device=device,
         long_prompts=cast("LongPrompts | None", long_prompts),

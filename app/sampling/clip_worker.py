@@ -21,6 +21,7 @@ from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.prompts import EncodedPrompts, PromptRows
 from app.sampling.ways import BagWay, Halves, cheapest_way
 from ops.comm.collectives import Group
+from ops.models.added_lora import LoraFile
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ class ClipJob:
 
     checkpoint: str
     other: str | None = None
+    loras: tuple[LoraFile, ...] = ()
     ema: bool
     device: str
     settings: ClipSettings
@@ -51,7 +53,12 @@ class ClipJob:
         """The job on "cpu", "cuda" or "auto"."""
         other = None if order.other is None else str(order.other)
         return ClipJob(
-            checkpoint=str(order.checkpoint), other=other, ema=order.ema, device=device, settings=order.settings
+            checkpoint=str(order.checkpoint),
+            other=other,
+            loras=order.loras,
+            ema=order.ema,
+            device=device,
+            settings=order.settings,
         )
 
 
@@ -189,5 +196,5 @@ def profile_for(config: RunConfig, geometry: Geometry, device: torch.device) -> 
 
 def _saved(job: ClipJob) -> SavedModel:
     other = None if job.other is None else Path(job.other)
-    saved = saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
+    saved = saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other, loras=job.loras)
     return saved.at_rate(job.settings.fps)

@@ -24,6 +24,7 @@ from ops.flow.noise import NoiseKey
 from ops.flow.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.flow.schedulers import Scheduler
 from ops.geometry import Geometry
+from ops.models.added_lora import LoraFile
 from ops.models.base.vae import DecodeNoise
 from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
@@ -171,6 +172,7 @@ class ClipOrder:
 
     checkpoint: Path
     other: Path | None
+    loras: tuple[LoraFile, ...]
     ema: bool
     prompts: tuple[str, ...]
     first: tuple[np.ndarray, ...]  # the `first_frames`

@@ -23,12 +23,13 @@ from ops.attention.varlen import check_backend
 from ops.flow.sampling import LowNoiseExpert
 from ops.flow.schedulers import Scheduler
 from ops.geometry import Geometry
+from ops.models.added_lora import LoraFile
 from ops.models.base.config import DiTConfig
 from ops.models.base.vae import VAE
 from ops.models.config import ModelConfig
 from ops.models.experts import transformers
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
+from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton, read_added
 from ops.models.weights import check_state
 from ops.typed import ConfigError
 
@@ -68,6 +69,7 @@ class SavedModel:
     step: int
     device: str  # "auto", "cpu" or "cuda": of the process that loads
     scheduler: Scheduler | None = None  # of a published pipeline, where its clips are made by that one's steps
+    loras: tuple[LoraFile, ...] = ()  # are added to the weights of folders
 
     def at_rate(self, fps: float) -> SavedModel:
         """The same with this frame rate (1/s) for a transformer that takes one."""
@@ -89,7 +91,8 @@ class SavedModel:
         target = pick_device(self.device)
         config = replace(self.config, model=_for_device(self.config, target))
         trained = config.model.dit
-        other = _other_expert(trained, self.other, self.ema, weights_dtype(config.train, target), target)
+        dtype = weights_dtype(config.train, target)
+        other = _other_expert(trained, self.other, self.ema, dtype, target, self.loras)
         high, low = by_noise(trained, self.transformer(config, target), other)
         for module in (high, *([low.dit] if low else [])):
             module.eval().requires_grad_(False)  # or autocast keeps copies of what it casts
@@ -107,7 +110,8 @@ class SavedModel:
         """What was trained, both of two experts, by the settings `config` for this device."""
         trained, trains = config.model.dit, self.trained is not None
         trained = replace(trained, lora_from=None) if trains else trained
-        dit = _sampled_dit(trained, config.train.seed, weights_dtype(config.train, device), device, trains)
+        dtype = weights_dtype(config.train, device)
+        dit = _sampled_dit(trained, config.train.seed, dtype, device, trains, self.loras)
         if self.trained is not None:
             put_weights(dit, model_state(self.trained, self.ema), str(self.trained))
         return dit
@@ -127,12 +131,26 @@ class SavedModel:
         )
 
 
-def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Path | None = None) -> SavedModel:
+def saved_model(
+    path: Path,
+    *,
+    ema: bool = True,
+    device: str = "auto",
+    other: Path | None = None,
+    loras: Sequence[LoraFile] = (),
+) -> SavedModel:
     """A checkpoint, the latest one of a run, an exported folder or a published pipeline. With `ema` a checkpoint's
     averaged weights, where it has them.
 
-    `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with.
+    `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with. `loras`
+    are added to the weights of a folder, and read here once, so that a file of another model is refused before any work
+    (ValueError, FileNotFoundError).
     """
+    if loras and not is_folder(path):
+        raise ConfigError(
+            f"--lora {loras[0].path} is added to the weights of a folder, and {path} is a run. Give --from, the folder "
+            f"of a pipeline, or what heddle export has made of the run."
+        )
     scheduler = None
     if is_folder(path):
         trained, step, config = None, 0, _folder_run(path, device)
@@ -142,6 +160,7 @@ def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pa
         meta, _ = load(trained)
         step, config = int(meta["step"]), run_config(meta, trained)
     resolved, geometry = resolve(config.model)
+    read_added(resolved.dit, loras)
     return SavedModel(
         trained=trained,
         other=other,
@@ -151,6 +170,7 @@ def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pa
         step=step,
         device=device,
         scheduler=scheduler,
+        loras=tuple(loras),
     )
 
 
@@ -213,7 +233,12 @@ def chosen_checkpoint(path: Path, after: int | None) -> Path:
 
 
 def _other_expert(
-    trained: DiTConfig, other: Path | None, ema: bool, dtype: torch.dtype, device: torch.device
+    trained: DiTConfig,
+    other: Path | None,
+    ema: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    loras: Sequence[LoraFile],
 ) -> nn.Module | None:
     """The transformer for the noise levels that the trained one is not for. Raises ConfigError where it is nowhere."""
     if not trained.lacks_expert:
@@ -228,7 +253,7 @@ def _other_expert(
                 f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
                 f"--other, a run of the other one."
             )
-        return _sampled_dit(wanted.without_lora(), 0, dtype, device, trains=False)
+        return _sampled_dit(wanted.without_lora(), 0, dtype, device, False, loras)
     folder = checkpoint_folder(other)
     config = run_config(load(folder)[0], folder)
     dit = resolve(config.model)[0].dit
@@ -243,14 +268,19 @@ def _other_expert(
 
 
 def _sampled_dit(
-    config: DiTConfig, seed: int, dtype: torch.dtype, device: torch.device, trains: bool = True
+    config: DiTConfig,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    trains: bool = True,
+    loras: Sequence[LoraFile] = (),
 ) -> nn.Module:
     """A transformer that makes clips, whose frozen blocks are fetched from host memory where the device is too small.
-    Unless a checkpoint has what it `trains` all of it is frozen."""
+    Unless a checkpoint has what it `trains` all of it is frozen. `loras` are added to the weights of its folder."""
     on_host = (config.freezes_blocks or not trains) and fills_device(config, dtype, device)
     if on_host:
         print(f"note: {device} has too little free memory for the transformer: its blocks are fetched from the host's.")
-    return build_dit(config, seed, dtype, device, on_host, trains)
+    return build_dit(config, seed, dtype, device, on_host, trains, loras)
 
 
 def fills_device(config: DiTConfig, dtype: torch.dtype, device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
 from ops.geometry import Geometry
+from ops.models.added_lora import LoraFile
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
 
@@ -40,6 +41,7 @@ def run(
     images: Sequence[Path] = (),
     last_images: Sequence[Path] = (),
     other: Path | None = None,
+    loras: Sequence[LoraFile] = (),
     ema: bool = True,
     device: str = "auto",
     long_prompts: LongPrompts | None = None,
@@ -52,7 +54,7 @@ def run(
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
     _check_ranges(changes)
     _writable(out)
-    saved = saved_model(checkpoint, ema=ema, device=device, other=other)
+    saved = saved_model(checkpoint, ema=ema, device=device, other=other, loras=loras)
     config, geometry = saved.config, saved.geometry
     for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
         print(f"note: {note}")
@@ -75,6 +77,7 @@ def run(
         order = ClipOrder(
             checkpoint=one_checkpoint(checkpoint),
             other=other and one_checkpoint(other),
+            loras=tuple(replace(one, path=str(Path(one.path).expanduser().resolve())) for one in loras),
             ema=ema,
             prompts=tuple(prompts),
             first=tuple(first),
@@ -156,14 +159,15 @@ def _writable(out: Path) -> None:
             made.rmdir()
 
 
-def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
+def default_out(checkpoint: Path, prompts: Sequence[str] = (), loras: Sequence[LoraFile] = ()) -> Path:
     """RUN/samples/step-N.mp4 for a checkpoint of a run, samples/NAME.mp4 here for any other.
 
     Given prompts add words of theirs to the name, and a digest: their clips replace those of no other prompts, and the
-    same command finds what it has begun.
+    same command finds what it has begun. So do files of `loras` with their scales.
     """
     folder = checkpoint if is_folder(checkpoint) else checkpoint_folder(checkpoint)
-    name = "-".join((folder.name, *_words_and_digest(prompts))) + ".mp4"
+    added = [f"{Path(one.path).stem}-{one.scale:g}" for one in loras]
+    name = "-".join((folder.name, *added, *_words_and_digest(prompts))) + ".mp4"
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "samples" / name
     return Path("samples") / name

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ops.memory.node_weights import NodeWeights, ReadTensor
+from ops.models.added_lora import AddedLora
 from ops.models.base.config import DiTConfig
 from ops.models.experts import parts_of, transformers
 from ops.models.files import weight_files
@@ -61,17 +62,24 @@ def bytes_of_blocks(module: nn.Module, wide_bytes: int, frozen: bool) -> list[in
 
 
 def put_on_host(
-    module: nn.Module, config: DiTConfig, seed: int, dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    config: DiTConfig,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    added: Sequence[AddedLora],
 ) -> NodeWeights:
     """Give the frozen weights of the module's blocks their values, in memory of the node. Those of a folder are on the
-    meta device, and read by one process of the node; random ones are there. Raises MemoryError where the node has no
+    meta device, and read by one process of the node, with what is `added` to those of each transformer; random ones are
+    there. Raises MemoryError where the node has no
     room, ConnectionError where another process holds the address."""
     names = frozen_in_blocks(module)
     if config.path:
         files = [component(config.path, one.part) for one in config.experts]
         stats = [file.stat() for folder in files for file in weight_files(folder)]
         what = str([(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in stats])
-        read = partial(_of_folders, module, config, names, dtype, device)
+        what += "".join(one.key for one in added)
+        read = partial(_of_folders, module, config, names, dtype, device, added)
     else:
         what, read = f"{config} {seed}", partial(_of_module, module, names, dtype)
     held = NodeWeights.of(f"blocks of {what} {config.frozen_dtype} {dtype} {names}", read)
@@ -90,15 +98,23 @@ def _of_module(module: nn.Module, names: Collection[str], dtype: torch.dtype) ->
 
 
 def _of_folders(
-    module: nn.Module, config: DiTConfig, names: Sequence[str], dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    config: DiTConfig,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    added: Sequence[AddedLora],
 ) -> dict[str, ReadTensor]:
-    """What files have, mapped and not read: each is rounded, on the device, when its turn comes."""
-    stored = {
-        f"{part}{name}": tensor
-        for part, one in zip(parts_of(module), config.experts, strict=True)
-        for name, tensor in read_state(component(config.path or "", one.part)).items()
-    }
+    """What files have, mapped and not read: each is rounded, on the device, when its turn comes, with what is added to
+    it."""
+    stored: dict[str, Tensor] = {}
+    changed: dict[str, Callable[[Tensor], Tensor]] = {}
+    for part, one, lora in zip(parts_of(module), config.experts, added, strict=True):
+        state = read_state(component(config.path or "", one.part))
+        stored |= {f"{part}{name}": tensor for name, tensor in state.items()}
+        changed |= {f"{part}{name}": partial(lora.over, name, device=device) for name in state if lora.changes(name)}
     small, found = in_8_bits(module), {}
+    assert not (small and changed), "files are added to plain weights, of which none are in 8 bits"
     for name in names:
         if name in small:
             scale = name.removesuffix(".weight") + SCALE
@@ -106,7 +122,7 @@ def _of_folders(
             found[name] = ReadTensor(wide, torch.float8_e4m3fn, None, lambda wide: in_float8(wide.to(device))[0])
             found[scale] = ReadTensor(wide, torch.float32, (len(wide),), lambda wide: row_scales(wide.to(device)))
         elif not name.endswith(SCALE):
-            found[name] = ReadTensor(stored[name], dtype)
+            found[name] = ReadTensor(stored[name], dtype, made=changed.get(name))
     return found
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from ops.models.added_lora import AddedLora, LoraFile
     from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder, Tokenizer
@@ -30,6 +31,7 @@ def build_dit(
     device: torch.device | str = "cpu",
     blocks_on_host: bool = False,
     trains: bool = True,
+    loras: Sequence[LoraFile] = (),
 ) -> nn.Module:
     """The transformer: random from `seed`, or with the weights of `config.path`. By default in fp32 on the CPU.
 
@@ -40,10 +42,11 @@ def build_dit(
     With a `lora_rank` only the low-rank factors and DoRA's magnitudes are trainable (`requires_grad`), with
     `train_only` what it names. Of a config of two experts it is a pair of them (`ops.models.experts`). Then, with
     `blocks_on_host`, the frozen weights of its blocks lie once in host memory of the node (`ops.models.frozen_blocks`).
-    Unless it `trains` all weights are frozen.
+    Unless it `trains` all weights are frozen. To those of a folder the files of `loras` are added before they are
+    rounded to `dtype`.
 
-    Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), and
-    for a name in `train_only` that no weight has.
+    Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), for a
+    name in `train_only` that no weight has, and as `AddedLora.read`.
     """
     import torch
 
@@ -56,14 +59,31 @@ def build_dit(
     module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
     if not trains:
         module.requires_grad_(False)
+    added = read_added(config, loras)
     if config.path:
         hosted = frozen_in_blocks(module) if blocks_on_host else []
-        for one, expert, name in zip(config.experts, transformers(module), parts_of(module), strict=True):
+        passed_over = FAMILIES[config.architecture].passed_over
+        for one, expert, name, lora in zip(config.experts, transformers(module), parts_of(module), added, strict=True):
             elsewhere = {weight.removeprefix(name) for weight in hosted if weight.startswith(name)}
-            fill(expert, config.path, dtype, device, FAMILIES[config.architecture].passed_over, one.part, elsewhere)
-    held = put_on_host(module, config, seed, dtype, device) if blocks_on_host else None
+            fill(expert, config.path, dtype, device, passed_over, one.part, elsewhere, lora.over if loras else None)
+    held = put_on_host(module, config, seed, dtype, device, added) if blocks_on_host else None
     _begin_with_files(module, config, dtype)
     return module.to(device, dtype) if held is None else fetch_from_host(module, held, dtype, device)
+
+
+def read_added(config: DiTConfig, loras: Sequence[LoraFile]) -> list[AddedLora]:
+    """What files add to the weights of each transformer of a resolved config; reads no other weights. Raises as
+    `AddedLora.read`."""
+    from ops.models.added_lora import NOTHING_ADDED, AddedLora
+    from ops.models.experts import transformers
+
+    if not loras:
+        return [NOTHING_ADDED for _ in config.experts]
+    modules = transformers(dit_skeleton(config))
+    return [
+        AddedLora.read(loras, one, dict(module.named_parameters()))
+        for one, module in zip(config.experts, modules, strict=True)
+    ]
 
 
 def first_values(config: DiTConfig, seed: int, dtype: torch.dtype | None = None) -> Callable[[str], Tensor]:

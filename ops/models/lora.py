@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -283,27 +284,9 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
     """
     if not config.lora_from:
         return {}
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     file = file_of_factors(config)
-    try:
-        stored, declared = load_file(file), _declared_scale(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
     parameters = dict(module.named_parameters())
-    found = _by_our_names(stored, parameters, config, declared)
-    factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B, M))}
-    if not factors:
-        raise ValueError(
-            f"model.dit.lora_from {file} holds no factors named ...{A}, as PEFT and Diffusers write them (first name: "
-            f"{min(found, default='none')}). Convert it to Diffusers' names."
-        )
-    if others := sorted(name for name in found if name not in factors):
-        raise ValueError(
-            f"model.dit.lora_from {file} holds {others[0]} beside factors: it is not LoRA alone, and would mean "
-            f"another model without it. Give factors alone; of DoRA in Diffusers' or PEFT's names."
-        )
+    factors = _factors_in(file, f"model.dit.lora_from {file}", parameters, config)
     if not config.lora_dora and (magnitude := next((name for name in factors if name.endswith(M)), None)):
         raise ValueError(
             f"model.dit.lora_from {file} holds {magnitude}: it is DoRA, and model.dit.lora_dora is false. Set it to "
@@ -340,6 +323,56 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
     return {name: tensor / lora_scale(config) if name.endswith(B) else tensor for name, tensor in factors.items()}
 
 
+def _factors_in(file: Path, said: str, weights: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """What a file holds by the names of a module with these `weights`; every B is scaled so that W + B A is meant.
+    Messages name the file as it was `said`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        stored, declared = load_file(file), _declared_scale(file, said)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
+    found = _by_our_names(stored, weights, config, declared)
+    factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B, M))}
+    if not factors:
+        raise ValueError(
+            f"{said} holds no factors named ...{A}, as PEFT and Diffusers write them (first name: "
+            f"{min(found, default='none')}). Convert it to Diffusers' names."
+        )
+    if others := sorted(name for name in found if name not in factors):
+        raise ValueError(
+            f"{said} holds {others[0]} beside factors: it is not LoRA alone, and would mean another model without it. "
+            f"Give factors alone; of DoRA in Diffusers' or PEFT's names."
+        )
+    return factors
+
+
+def factors_for(file: Path, weights: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """The factors in a file, of any ranks, for layers of the plain transformer of `config` with these `weights` (name
+    to tensor, maybe on the meta device), scaled so that W + B A is what the file means. Those of layers that are not
+    computed here (`Family.kept`) are left out. Raises ValueError for a file of another model or naming."""
+    kept = FAMILIES[config.architecture].kept
+    found = _factors_in(file, str(file), weights, replace(config.without_lora(), lora_from=None))
+    factors = {name: tensor for name, tensor in found.items() if not any(part in name for part in kept)}
+    for layer in dict.fromkeys(name.removesuffix(A).removesuffix(B).removesuffix(M) for name in factors):
+        weight, a, b = weights.get(layer + ".weight"), factors.get(layer + A), factors.get(layer + B)
+        if weight is None:
+            raise ValueError(
+                f"{file} has factors of {layer}, and this transformer ({config.architecture}, "
+                f"{config.num_layers} layers) has no such layer. Give a file of the same model."
+            )
+        if a is None or b is None:
+            raise ValueError(f"{file} has one of the two factors of {layer} alone. Give a whole file.")
+        given = (len(b), a.shape[-1]) if a.dim() == b.dim() == 2 and len(a) == b.shape[1] else None
+        if given != tuple(weight.shape):
+            raise ValueError(
+                f"{file} has factors {list(b.shape)} and {list(a.shape)} of {layer}, whose weight is "
+                f"{list(weight.shape)} here. Give a file of the same model and size."
+            )
+    return factors
+
+
 def factor_file(expert: str) -> str:
     """The name that Diffusers gives to a file of factors; of one of two experts ("high" or "low") with its name."""
     return f"pytorch_lora_weights{'_' if expert else ''}{expert}.safetensors"
@@ -360,7 +393,7 @@ def file_of_factors(config: DiTConfig) -> Path:
     return file
 
 
-def _declared_scale(file: Path) -> float:
+def _declared_scale(file: Path, said: str) -> float:
     """What is said of the scale beside the factors, as PEFT's LoraConfig; 1 without a word. Raises ValueError for
     layers of their own scale."""
     from safetensors import safe_open
@@ -368,17 +401,15 @@ def _declared_scale(file: Path) -> float:
     with safe_open(file, framework="pt") as opened:
         header = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
     beside = file.with_name("adapter_config.json")
-    said = {name.removeprefix("transformer."): value for name, value in json.loads(header).items()}
-    if not said and file.name == "adapter_model.safetensors" and beside.is_file():
-        said = read_json(beside)
-    if said.get("alpha_pattern"):
-        raise ValueError(
-            f"model.dit.lora_from {file} has layers of their own alpha (alpha_pattern). Save it with one alpha for all."
-        )
-    if not said.get("lora_alpha") or not said.get("r"):
+    declared = {name.removeprefix("transformer."): value for name, value in json.loads(header).items()}
+    if not declared and file.name == "adapter_model.safetensors" and beside.is_file():
+        declared = read_json(beside)
+    if declared.get("alpha_pattern"):
+        raise ValueError(f"{said} has layers of their own alpha (alpha_pattern). Save it with one alpha for all.")
+    if not declared.get("lora_alpha") or not declared.get("r"):
         return 1.0
-    rank = float(said["r"])
-    return float(said["lora_alpha"]) / (math.sqrt(rank) if said.get("use_rslora") else rank)
+    rank = float(declared["r"])
+    return float(declared["lora_alpha"]) / (math.sqrt(rank) if declared.get("use_rslora") else rank)
 
 
 # in the code of HunyuanVideo, 1.5 and FLUX.1, in ComfyUI's and in Diffusers'

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -136,13 +136,15 @@ def fill(
     surplus: Sequence[str] = (),
     part: str = "transformer",
     elsewhere: Collection[str] = (),
+    changed: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Give `module`, built on the meta device, the weights of a Diffusers folder. All names and shapes must agree.
 
     Each tensor goes from its file straight to `dtype` and `device`: the CPU holds one of them at a time, beside what
     stays there. Those that the module has in 8 bits are rounded to them on `device`, from what is stored. LoRA factors
     that the module has and the folder lacks stay as they are. Weights with a name that contains one of `surplus` are
-    passed over, and those that are `elsewhere` are left on the meta device.
+    passed over, and those that are `elsewhere` are left on the meta device. `changed` makes of a name and what is
+    stored, on `device`, what is to be rounded.
     """
     folder = component(path, part)
     found = {name: tensor for name, tensor in describe(folder).items() if not any(part in name for part in surplus)}
@@ -154,6 +156,8 @@ def fill(
             state: dict[str, Tensor] = {}
             for name in (name for name in file.keys() if name in wanted):  # noqa: SIM118  (not a dict)
                 tensor, scales = file.get_tensor(name), name.removesuffix(".weight") + SCALE
+                if changed is not None:
+                    tensor = changed(name, tensor.to(device))  # what it makes is no file's memory
                 if name in small:
                     state[name], state[scales] = in_float8(tensor.to(device))
                 else:  # a copy also where the dtype is right: a file that is changed later must not change the model

@@ -18,6 +18,7 @@ from app.bench.gpu.models import CLIP_480P81, PICTURE_480P, SMALL_CLIP, WAN_14B,
 from app.bench.gpu.train_step import step_over
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
+from ops.models.added_lora import NOTHING_ADDED
 from ops.models.base.config import DiTConfig
 from ops.models.frozen_blocks import fetch_from_host, put_on_host
 from ops.models.load import bare_dit
@@ -91,5 +92,5 @@ def _made(config: DiTConfig, place: Place, on_host: bool) -> nn.Module:
         dit = bare_dit(config).to(torch.bfloat16).train()
     if not on_host:
         return dit
-    held = put_on_host(dit, config, 0, torch.bfloat16, place.device)
+    held = put_on_host(dit, config, 0, torch.bfloat16, place.device, [NOTHING_ADDED])
     return fetch_from_host(dit, held, torch.bfloat16, place.device)
