@@ -22,7 +22,16 @@ from ops.update.parameter_places import ParametersOf
 from ops.update.parameters import ParameterMemory
 from ops.update.peer_sum import PeerSum
 from ops.waiting import GroupError
-from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from tests.actors.exactness import (
+    Host,
+    close_hosts,
+    items_of,
+    make_hosts,
+    one_worker,
+    random_cascades,
+    run_step,
+    train_config,
+)
 from tests.families.registry import MODELS
 from tests.nccl_rules import nccl_rules
 from tests.ops.block_copies import in_buffers
@@ -38,8 +47,11 @@ _CACHE: dict[tuple[int, torch.dtype, str, Nodes, str], list[Host]] = {}
 def hosts_of(
     world: int, dtype: torch.dtype, family: str = "wan", nodes: Nodes = None, memory: str = "shared"
 ) -> list[Host]:
-    """Workers are kept between examples; each example ends with a clean gradient."""
+    """Workers are kept between examples, those of one family at a time; each example ends with a clean gradient."""
     key = (world, dtype, family, nodes, memory)
+    if any(made[2] != family for made in _CACHE):
+        _CACHE.clear()
+        close_hosts()
     if key not in _CACHE:
         gradients = "own" if nodes is None else SHARED[memory]
         _CACHE[key] = make_hosts(world, dtype, train_config(), config=MODELS[family], nodes=nodes, gradients=gradients)
