@@ -68,6 +68,7 @@ def print_families(presets: Sequence[Path]) -> None:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print("state: fp32 weights, two moments and the average of AdamW, which all workers share")
+    print("where to get the folder of each: its file's first lines, or the table in docs/models.md")
 
 
 def size_of(path: Path) -> PresetSize:
