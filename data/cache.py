@@ -51,7 +51,7 @@ def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, decoder:
 
 def latent_keys(item: DataItem, config: DataConfig, vae: str) -> tuple[str, ...]:
     """Names of the latents of an item's samples."""
-    decoder, crop = _decoder_of(config), config.buckets.oversize == "crop"
+    decoder, crop = _decoder_of(config), item.job.crop
     return tuple(latent_key(sample, item.bucket, config.fps, vae, decoder, crop) for sample in item.samples)
 
 
@@ -62,7 +62,7 @@ def text_key(caption: str, encoder: str, max_length: int, frame: str = "") -> st
 
 def frame_keys(item: DataItem, config: DataConfig) -> tuple[str, ...]:
     """Names of the first frames of an item's samples, 64 hex digits each."""
-    decoder, crop = _decoder_of(config), config.buckets.oversize == "crop"
+    decoder, crop = _decoder_of(config), item.job.crop
     return tuple(
         _digest("frame", sample.content, str(item.bucket), sample.start_frame, config.fps, crop, decoder)
         for sample in item.samples

@@ -62,7 +62,7 @@ class SourceConfig:
     # trigger word: put before every caption as it stands, "sks style, " with its last space; a caption that is dropped
     # has none
     caption_prefix: str = ""
-    # that of samples without a text; "": they are trained without a caption. null: they are refused as no_caption
+    # that of samples without a text; "": none, or caption_prefix alone. null: they are refused as no_caption
     default_caption: str | None = None
     weight: float = 0.0  # 0 in all sources: shares follow the number of admitted samples
     loss_weight: float = 1.0  # the loss of its samples counts times this: of a set of regularisation below 1
@@ -120,7 +120,7 @@ class BucketsConfig:
     # under its `base:` (`app.settings.files.merge`).
     KINDS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "table": (),
-        "resolutions": ("ratios", "frames"),
+        "resolutions": ("frames",),  # ratios say nothing to the others
         "open_sora": (),
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from data.dataset.dataset import Dataset
 from data.dataset.dropped import DroppedSample, dropped_samples
-from data.dataset.epochs import forecast
+from data.dataset.epochs import forecast, names_of
 from data.dataset.order_state import OrderState
 from data.errors import DataError
 from data.in_words import LIST_ALL, EpochForecast, dropped_sentence, reasons_in_words
@@ -119,7 +119,7 @@ def account(dataset: Dataset, steps: int | None = None, run_steps: int = 0) -> A
         waiting=waits,
         passed_over=passed,
         not_reached=planned - trained - waits - passed,
-        by_source={index.name: int(count.sum()) for index, count in zip(dataset.indexes, times)},
+        by_source={name: int(count.sum()) for name, count in zip(names_of(dataset.indexes), times, strict=True)},
         buckets=tuple(
             _bucket_account(dataset, bucket, rows[bucket], draws[bucket], items[bucket], short[bucket])
             for bucket in sorted({bucket for stage in planner.stages for bucket in stage.batch})
@@ -131,7 +131,7 @@ def account(dataset: Dataset, steps: int | None = None, run_steps: int = 0) -> A
 
 def check_coverage(ledger: Ledger, least: float) -> None:
     """Raises DataError when less than this share of the indexed samples can be drawn (`data.min_coverage`)."""
-    if ledger.planned >= least * ledger.indexed:
+    if not ledger.indexed or ledger.planned / ledger.indexed >= least:
         return
     dropped = dropped_sentence(ledger.indexed, ledger.planned, reasons_in_words(ledger))
     raise DataError(

@@ -128,6 +128,7 @@ class Curriculum:
             items_per_step=segment.items_per_step or config.items_per_step,
             max_wait=config.max_wait or 10 * max(batch.values()) * len(batch),
             by_tokens=config.mixture == "tokens",
+            crop=(segment.buckets or config.buckets).oversize == "crop",
             settings=digest(asdict(segment.buckets or config.buckets)),
         )
 

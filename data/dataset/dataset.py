@@ -89,11 +89,9 @@ class Dataset:
             state = self._positions.at(index)
             micros = self.planner.advance(state)
             self._positions.keep(state)
-            self._keep_step(
-                StepOfItems(
-                    index=index, items=tuple(self._item(f"s{index}.{slot}", micro) for slot, micro in enumerate(micros))
-                )
-            )
+            crop = self.planner.stages[state.stage].crop
+            items = tuple(self._item(f"s{index}.{slot}", micro, crop) for slot, micro in enumerate(micros))
+            self._keep_step(StepOfItems(index=index, items=items))
         return self._steps[index]
 
     # position
@@ -200,14 +198,14 @@ class Dataset:
         while len(self._steps) > KEPT_STEPS:
             self._steps.popitem(last=False)
 
-    def _item(self, name: str, micro: BatchDraw) -> DataItem:
+    def _item(self, name: str, micro: BatchDraw, crop: bool) -> DataItem:
         drawn = [self._sample(draw, micro.bucket) for draw in micro.draws]
         job = DecodeJob(
             item=name,
             bucket=micro.bucket,
             clips=tuple(clip for _, clip in drawn),
             fps=self.config.fps,
-            crop=self.config.buckets.oversize == "crop",
+            crop=crop,
             limits=self.config.limits,
             decoder=self.config.engine.decoder,
         )

@@ -85,12 +85,10 @@ def _rows(curriculum: Curriculum, index: Index, code: np.ndarray, rows_at_once: 
         dropped = code[begin:end] < 0
         if not dropped.any():
             continue
-        start = 0
         with pq.ParquetFile(part.file) as file:
-            for batch in file.iter_batches(rows_at_once, columns=list(_COLUMNS), use_threads=False):
+            for start, batch in _batches(file, dropped, rows_at_once):
                 own = dropped[start : start + batch.num_rows]
                 rows = int(begin) + start + np.flatnonzero(own)
-                start += batch.num_rows
                 for row, values in zip(rows, batch.filter(pa.array(own)).to_pylist(), strict=True):
                     if values["reject"]:
                         reason, detail = Reason(values["reject"]), values["detail"]
@@ -110,6 +108,19 @@ def _rows(curriculum: Curriculum, index: Index, code: np.ndarray, rows_at_once: 
                         reason=reason,
                         detail=detail,
                     )
+
+
+def _batches(file: pq.ParquetFile, dropped: np.ndarray, rows_at_once: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The first row of each batch, and the batch, of the groups of rows in which one is dropped."""
+    first = 0
+    for group in range(file.num_row_groups):
+        last = first + file.metadata.row_group(group).num_rows
+        if dropped[first:last].any():
+            start = first
+            for batch in file.iter_batches(rows_at_once, row_groups=[group], columns=list(_COLUMNS), use_threads=False):
+                yield start, batch
+                start += batch.num_rows
+        first = last
 
 
 def _missing(index: Index) -> Iterator[DroppedSample]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from data.dataset.dataset import Dataset
+from data.dataset.index import Index
 from data.in_words import EpochForecast
 
 MOST_DRAWS = 30_000  # looked at in a segment, a second's work: more steps are taken to be like these
@@ -31,6 +33,15 @@ def forecast(dataset: Dataset, steps: int, most_draws: int = MOST_DRAWS) -> Epoc
         steps=steps,
         draws=drawn.total(),
         samples=dataset.ledger.planned,
-        sources={index.name: drawn[index.ordinal] / max(counts[index.ordinal].planned, 1) for index in dataset.indexes},
+        sources={
+            name: drawn[index.ordinal] / max(counts[index.ordinal].planned, 1)
+            for name, index in zip(names_of(dataset.indexes), dataset.indexes, strict=True)
+        },
         exact=exact,
     )
+
+
+def names_of(indexes: Sequence[Index]) -> list[str]:
+    """A name for each source: the last part of its path, with its number among the sources where that comes again."""
+    names = Counter(index.name for index in indexes)
+    return [f"{index.name} ({index.ordinal})" if names[index.name] > 1 else index.name for index in indexes]

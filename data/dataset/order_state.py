@@ -58,6 +58,7 @@ class Stage:
     items_per_step: int
     max_wait: int
     by_tokens: bool = False
+    crop: bool = False  # clips larger than their bucket are cut to its middle, not scaled
     settings: str = ""  # what `choices` came from, for the identity of the plan
 
 
