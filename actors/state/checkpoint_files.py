@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -391,7 +392,7 @@ def _as_it_is(path: Path) -> File:
 
 def _write(path: Path, parts: Sequence[bytes | memoryview]) -> File:
     """All of the file or none of it, also after a power cut."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")  # a given-up attempt may still write its own
     size = crc32 = 0
     with aside.open("wb") as file:
         for part in parts:

@@ -252,8 +252,7 @@ class Worker:
         try:
             self.executor.form(task.generation, groups, tuple(range(task.world)), [entered.shard], entered.banks)
         finally:
-            if self.executor.sync.parameter_memory == "node":  # those of the module went before the node's came
-                self._first.trained()
+            self._first.trained()  # the module's own are gone, also where the others did not come
 
     def hand_over(self, step: int | None) -> Handover:
         """The generation has ended: close its groups, drop half-done work.

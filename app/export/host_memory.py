@@ -26,7 +26,8 @@ def check_memory(dit: DiTConfig, room_bytes: int) -> None:
 
 
 def needed_bytes(dit: DiTConfig) -> int:
-    """Bytes of memory at the peak: one transformer in fp32, of random weights both experts."""
+    """Bytes of memory at the peak: one transformer in fp32; both experts where all of their weights are random, or
+    trained, which are read together."""
     return int(1.1 * _largest(dit)) + _BESIDE_BYTES
 
 
@@ -35,7 +36,7 @@ def _largest(dit: DiTConfig) -> int:
     for expert in dit.experts:
         weights = {**dit_skeleton(expert).state_dict(), **kept_skeleton(expert)}
         sizes.append(4 * sum(weight.numel() for name, weight in weights.items() if not is_lora(name)))
-    return max(sizes) if dit.path else sum(sizes)
+    return max(sizes) if dit.path and (dit.lora_rank or dit.train_only) else sum(sizes)
 
 
 def _gib(size: int) -> str:

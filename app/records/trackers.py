@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -505,8 +505,12 @@ class Trackers:
             try:
                 tracker.close()
             except Exception as error:
-                log.warning("%s did not close: %s", name, error)
-        self._open = {}
+                log.warning("%s did not close: %s", name, without_secrets(str(error)))
+        for opening in self._opening.values():  # one that has answered by now has begun a run of its service
+            with suppress(Exception):
+                if (late := opening.taken(0.0)) is not None:
+                    late.close()
+        self._open, self._opening = {}, {}
 
     def _leave(self, name: str, error: Exception) -> None:
         before = self._rests.get(name)

@@ -1,4 +1,4 @@
-"""`heddle train --resume --back-to N`: a run goes on from an earlier checkpoint of its own, and nothing is deleted.
+"""`heddle train --resume --back-to N`: a run goes on from an earlier checkpoint of its own, and no file is deleted.
 
 What came after it lies in RUN/later-than-N-steps/ from then on: later checkpoints, plans and samples are moved there,
 metrics.jsonl and workers.jsonl copied, as their lines of later steps go when those steps are taken again (and are
@@ -24,17 +24,19 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
     short, the run goes on from this checkpoint or a later one."""
     later = _later(root_of(folder), checkpoint)
     other = [path for name in ("samples", "plans") for path in _later(folder / name, checkpoint)]
-    if not later and not other:
-        return ""
     aside = later_folder(folder, checkpoint)
-    aside.mkdir()
+    part = aside.with_name(f".{aside.name}.part")  # until all is in it: one that was cut short is gone on with
+    if not later and not other and not part.exists():
+        return ""
+    part.mkdir(exist_ok=True)
     for name in (METRICS, WORKERS, OLDER_WORKERS):
         if (folder / name).is_file():
-            shutil.copy2(folder / name, aside / name)
+            shutil.copy2(folder / name, part / name)
     for path in [*other, *later]:
-        place = aside / path.parent.name / path.name
+        place = part / path.parent.name / path.name
         place.parent.mkdir(exist_ok=True)
         path.rename(place)
+    part.rename(aside)
     names = ", ".join(path.name for path in reversed(later)) or "samples and plans"
     steps = counted(steps_of(checkpoint), "step")
     return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far"

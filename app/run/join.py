@@ -203,7 +203,8 @@ class JoinedNode:
                 print(f"{names} of Ray on this machine did not end within {_ENDS_S:g} s of SIGKILL", file=sys.stderr)
                 break
             time.sleep(_ENDS_LOOK_S)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDS_S)
         self.lasted_s = time.monotonic() - self._began
         with self._printed as printed:
             printed.seek(0)

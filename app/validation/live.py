@@ -82,14 +82,20 @@ class LiveHeldOut:
             clips = self._measurable()
         except (DataError, DataIOError, OSError, ValueError) as error:
             return [HeldOutFailed(step=-1, why=str(error), ever=True)]
-        if begins and self._given.validation.first:
-            self._next = self._round_of(-1, clips)
-            self._begin_next()
-        if left and is_complete(self._checkpoint(left[-1])):
-            self._next = self._round_of(left.pop(), clips)
-            if self._round is None:
+        why = "the run ended before it was measured"
+        try:
+            if begins and self._given.validation.first:
+                self._next = self._round_of(-1, clips)
                 self._begin_next()
-        return [HeldOutFailed(step=step, why="the run ended before it was measured") for step in left]
+            if left and is_complete(self._checkpoint(left[-1])):
+                self._next = self._round_of(left[-1], clips)
+                left.pop()
+                if self._round is None:
+                    self._begin_next()
+        except OSError as error:  # a full disk: training waits for room, and these are not worth its end
+            why = f"{error.strerror or error}: {self._held_at}"
+            left = left or [-1]
+        return [HeldOutFailed(step=step, why=why) for step in left]
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
