@@ -236,7 +236,9 @@ def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_exported_folder_has_the_held_out_loss_of_its_checkpoint_and_no_step(rank: int, tmp_path: Path) -> None:
+def test_an_exported_folder_has_the_held_out_loss_of_its_checkpoint_and_no_step(
+    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     synthesize(tmp_path / "data", SynthConfig(clips=2, images=1, shards=1, koala=False))
     data = DataConfig(buckets=BucketsConfig(table=("1x32x48", "9x32x48")))
     run = write_checkpoint(tmp_path / "run", replace(haar_run(lora_rank=rank), data=data))
@@ -244,7 +246,8 @@ def test_an_exported_folder_has_the_held_out_loss_of_its_checkpoint_and_no_step(
     held_out = (str(tmp_path / "data" / "shards" / "00000.tar"),)
     first, second = (validate(path, held_out, draws=2, device="cpu") for path in (run, tmp_path / "out"))
     assert second.loss == pytest.approx(first.loss, rel=1e-4) and second.clips == first.clips
-    assert first.describe().startswith("held-out loss after ") and second.describe().startswith("held-out loss: ")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss")]
+    assert told[0] == first.describe() and told[1].startswith(f"held-out loss of {tmp_path / 'out'}: "), told
 
 
 def test_the_config_of_an_export_has_the_numbers_of_the_model(tmp_path: Path) -> None:

@@ -95,10 +95,12 @@ def test_a_dataset_of_a_million_steps_holds_what_one_of_a_few_thousand_does(
         state.step += 1
         return micros
 
-    monkeypatch.setattr(data, "planner", SimpleNamespace(advance=advance, token=data.planner.token))
+    monkeypatch.setattr(
+        data, "planner", SimpleNamespace(advance=advance, token=data.planner.token, stages=data.planner.stages)
+    )
     monkeypatch.setattr(data._positions, "_planner", data.planner)
     monkeypatch.setattr(
-        data, "_item", lambda name, micro: SimpleNamespace(samples=())
+        data, "_item", lambda name, micro, crop: SimpleNamespace(samples=())
     )  # the samples of a step are not what grows
 
     def run_to(first: int, last: int) -> int:
