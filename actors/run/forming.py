@@ -30,6 +30,7 @@ from actors.run.relays import Relays
 from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
+from actors.state.checkpoint_files import GONE
 from actors.step import Seat
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
@@ -74,10 +75,10 @@ class Forming:
         self.monitor.announce.remote(decision.generation)
         recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
-            self._refuse(first_disagreement(infos))
+            self._refuse(first_disagreement(infos, self.config.train.init_from))
         recovery = self.committer.go_on_from(recovery, decision.apart)
         if recovery.origin is None:  # also where the state after the first steps could not be recorded
-            self._refuse(first_disagreement(infos))
+            self._refuse(first_disagreement(infos, self.config.train.init_from))
         fresh = _is_fresh(recovery.origin)
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)
@@ -218,11 +219,18 @@ def disagreement(infos: Sequence[WorkerInfo]) -> str:
     return ""
 
 
-def first_disagreement(infos: Sequence[WorkerInfo]) -> str:
-    """Which parameter differs before the first update, and on which workers; "" when all begin with the same.
+def first_disagreement(infos: Sequence[WorkerInfo], init_from: str | None = None) -> str:
+    """Which parameter differs before the first update, and on which workers, or where the checkpoint of `init_from` is
+    not; "" when all begin with the same.
 
     Each worker contributes its range of the vector, so a run would begin with a mixture of two models.
     """
+    if lack := [info for info in infos if ("train.init_from", GONE) in info.first]:
+        where = ", ".join(f"{info.worker} on {info.host}" for info in lack)
+        return (
+            f"train.init_from {init_from} is no complete checkpoint for {where}, and the run has no state of its own "
+            f"to go on from. Put it where all nodes read it, and start again."
+        )
     usual = Counter(info.first for info in infos).most_common(1)[0][0] if infos else ()
     others = [info for info in infos if info.first != usual]
     if not others:

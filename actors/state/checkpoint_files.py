@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE"
 META = "meta.json"
+GONE = -1  # in place of a checksum, which is never below 0
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 _INCOMPLETE = "it is not complete (torn, or in the making)"
 _READERS = 8
@@ -218,6 +219,14 @@ def load(folder: Path) -> tuple[Meta, list[ShardState]]:
 def checksum(folder: Path) -> int:
     """Equal where checkpoints are: of the sizes and checksums that COMPLETE lists. Raises CheckpointError."""
     return zlib.crc32(json.dumps(sorted((file.name, file.size, file.crc32) for file in _listed(folder))).encode())
+
+
+def checksum_or_gone(folder: Path) -> int:
+    """`checksum`, or GONE where there is no complete checkpoint."""
+    try:
+        return checksum(folder) if is_complete(folder) else GONE
+    except CheckpointError:  # removed meanwhile
+        return GONE
 
 
 def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str, Tensor]:

@@ -140,7 +140,8 @@ class FirstWeights:
 
     def source(self, dit: nn.Module, config: DiTConfig) -> Callable[[int, int], ShardState]:
         """State of any range of the flat vector; read or drawn again, once, where the DiT was trained, or rounded
-        them. Raises CheckpointError for one that is not whole."""
+        them. A checkpoint is read when the first range is asked for; that raises CheckpointError where it is not
+        whole."""
         if self._train.init_from:
             return self._learned(Path(self._train.init_from))
         named = trainable(dit)
@@ -156,9 +157,12 @@ class FirstWeights:
         return shard
 
     def _learned(self, checkpoint: Path) -> Callable[[int, int], ShardState]:
-        whole, wanted = load(checkpoint)[1], state_names(self._train.optimizer)
+        wanted = state_names(self._train.optimizer)
+        whole: list[ShardState] = []
 
         def shard(lo: int, hi: int) -> ShardState:
+            if not whole:  # a run that has a state asks for none, and the checkpoint may be gone by then
+                whole.extend(load(checkpoint)[1])
             found = cut(whole, lo, hi)
             if self._train.init_moments:
                 return replace(found, arrays={name: found.arrays[name] for name in wanted if name in found.arrays})

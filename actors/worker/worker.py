@@ -42,7 +42,7 @@ from actors.process import birth
 from actors.progress import ASIDE
 from actors.ray_calls import bar, get, given_gpu, node_address, node_id, object_store_gib, own_handle, wait
 from actors.refs import Ref
-from actors.state.checkpoint_files import checksum
+from actors.state.checkpoint_files import checksum_or_gone
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache, host_copy
 from actors.worker.encoding import Encoding
@@ -140,8 +140,8 @@ class Worker:
         self._late_digests: dict[str, str] = {}  # of encoders that were made since
         self._store: torch.distributed.Store | None = None  # of the generation
         self._first_sums = checksums(trainable(modules.dit))
-        if settings.train.init_from:  # compared among workers before the first step, as these are
-            self._first_sums += (("train.init_from", checksum(Path(settings.train.init_from))),)
+        if settings.train.init_from:  # compared among workers before the first step, as these are; not read later
+            self._first_sums += (("train.init_from", checksum_or_gone(Path(settings.train.init_from))),)
         self.executor.meter.settled()
         self._asides = Asides(modules, self.device, self.executor.meter, settle=self._copied)
         self._peak_tflops = peak_tflops(self.device, settings.train)

@@ -11,11 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from actors.outcome import Exit
+from actors.state.checkpoint_files import complete
+from actors.state.checkpoint_writer import root_of
 from app.check.facts import GpuFacts, RunPaths
 from app.check.findings import ClusterFacts, Finding, findings
 from app.check.looks import look_at
 from app.inputs.checkpoints import checkpoint_folder
 from app.settings.config import RunConfig
+from app.settings.run_folder import run_dir
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -43,7 +46,7 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
     model = config.model
     paths = (model.dit.path, model.vae.path, model.text.path, None if model.image is None else model.image.path)
     folders = [path for path in paths if path is not None]
-    if config.train.init_from:
+    if config.train.init_from and not complete(root_of(run_dir(config))):  # a run with a state does not read it
         folders.append(str(checkpoint_folder(Path(config.train.init_from))))
     sources = (*config.data.sources, *(config.validation.sources if config.validation.every else ()))
     above = next(place for place in (Path(config.run.dir), *Path(config.run.dir).parents) if place.is_dir())

@@ -231,6 +231,18 @@ def test_the_marker_of_a_run_is_gone_afterwards(tmp_path: Path) -> None:
         pass
 
 
+def test_a_run_with_a_state_is_checked_without_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
+    gone = f"train.init_from={tmp_path}/gone"
+    config = from_here(RunConfig.load(DEMO, [f"run.dir={tmp_path}/runs", "run.name=one", gone]))
+    with pytest.raises(ConfigError, match="gone does not exist"), marked(config):
+        pass
+    state = tmp_path / "runs" / "one" / "checkpoints" / "step-3"
+    state.mkdir(parents=True)
+    (state / "COMPLETE").write_text('{"files": {}}')
+    with marked(config) as paths:
+        assert not any("gone" in folder for folder in paths.folders)
+
+
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[object]:
     import ray

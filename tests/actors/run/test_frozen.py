@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from actors.held_state import Origin
 from actors.messages import WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Arrival, Limits, LoadedWorker
+from actors.progress import Orders
 from actors.run.forming import disagreement, first_disagreement
+from actors.state.checkpoint_files import GONE, CheckpointError
 from actors.worker.loading import FirstWeights, build_modules
+from actors.worker.worker import Worker
 from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
@@ -68,6 +73,45 @@ def test_who_begins_with_other_weights_is_named() -> None:
     assert "the first weights on w2 on host-of-w2 are not those of the other workers (first in body)" in said
     for other in (begins_with("w2", head=1), begins_with("w2", head=1, body=2, tail=3)):
         assert "on w2 on host-of-w2" in first_disagreement([*alike[:2], other])
+
+
+def test_who_lacks_the_checkpoint_that_a_run_begins_with_is_named_one_or_all() -> None:
+    lacks = [replace(info(f"w{n}"), first=(("head", 1), ("train.init_from", GONE))) for n in range(3)]
+    has = replace(lacks[2], first=(("head", 1), ("train.init_from", 7)))
+    said = first_disagreement([*lacks[:2], has], "/runs/a/checkpoints/step-3")
+    assert "init_from /runs/a/checkpoints/step-3 is no complete checkpoint for w0 on host-of-w0, w1 on" in said
+    assert "w2" not in said
+    assert "w2 on host-of-w2, and the run has no state of its own" in first_disagreement(lacks, "/runs/a")
+    assert first_disagreement([has, replace(has, worker="w3")], "/runs/a") == ""
+
+
+def started(monkeypatch: pytest.MonkeyPatch, init_from: Path) -> Worker:
+    """A worker as its process makes it, but for Ray."""
+    monkeypatch.setattr("actors.worker.worker.node_id", lambda: "n")
+    monkeypatch.setattr("actors.worker.worker.given_gpu", lambda: "")
+    monkeypatch.setattr("actors.worker.worker.node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("actors.worker.heartbeat.get", lambda reference, timeout: Orders(generation=-1))
+    monkeypatch.setattr(Worker, "_on_sigterm", lambda self: None)
+    monkeypatch.setattr("actors.worker.worker.stay_near", lambda numa: None)
+    silent = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda seen: threading.Event().wait()))
+    monitor: Any = SimpleNamespace(beat=silent)
+    settings = WorkerSettings(
+        model=MODEL, train=train_config(init_from=str(init_from)), workers=WorkersConfig(device="cpu")
+    )
+    return Worker("w0", settings, monitor)
+
+
+def test_a_worker_starts_without_the_checkpoint_that_its_run_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has a state of its own reads it no more, and the other run may have removed it."""
+    worker = started(monkeypatch, tmp_path / "gone")
+    assert worker._failed is None, worker._failed
+    assert worker._first_sums[-1] == ("train.init_from", GONE)
+    dit, config = worker.executor.modules.dit, worker.executor.modules.config.dit
+    first = worker._first.source(dit, config)  # as each generation makes it
+    with pytest.raises(CheckpointError, match="gone is gone"):
+        first(0, 10)
 
 
 class Recovering(StateHere):
