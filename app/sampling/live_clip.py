@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.config import TrainConfig
 from actors.state.checkpoint_files import model_state
 from actors.worker.aside import with_room
 from actors.worker.loading import Modules
@@ -41,7 +42,7 @@ class LiveClip:
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
         """Raises what `weights_of` raises."""
-        return weights_of(self.folder, modules, self.config.train.seed)
+        return weights_of(self.folder, modules, self.config.train)
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
         """Text, noise and decode are those of `heddle sample`, by the worker's own modules."""
@@ -73,14 +74,17 @@ class LiveClip:
         return MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video))
 
 
-def weights_of(folder: str, modules: Modules, seed: int) -> dict[str, Tensor]:
+def weights_of(folder: str, modules: Modules, train: TrainConfig) -> dict[str, Tensor]:
     """What is trained, for the worker's own transformer: the EMA of a checkpoint where it has one; without a `folder`
-    the weights that a run of this `seed` begins with. Raises what `model_state` and `first_values` raise. The run
-    itself has just written the checkpoint: its checksums are not read again beside the steps."""
-    parameters = dict(trainable(modules.dit))
+    the weights that a run with these settings begins with, of `train.init_from` the EMA where the run takes it over, as
+    its own checkpoints then have one. Raises what `model_state` and `first_values` raise. The run itself has just
+    written the checkpoint, or read it at its start: its checksums are not read again beside the steps."""
+    parameters, ema = dict(trainable(modules.dit)), True
+    if not folder and train.init_from:
+        folder, ema = train.init_from, train.init_moments and train.optimizer.ema_decay > 0
     if not folder:
-        value = first_values(modules.config.dit, seed, next(iter(parameters.values())).dtype)
+        value = first_values(modules.config.dit, train.seed, next(iter(parameters.values())).dtype)
         return {name: value(name).detach().to(one.dtype) for name, one in parameters.items()}
-    state = model_state(Path(folder), verify=False)
+    state = model_state(Path(folder), ema, verify=False)
     check_state(parameters, state, folder)
     return {name: state[name].to(parameters[name].dtype) for name in parameters}

@@ -164,8 +164,8 @@ class HeldOutWork:
         return f"step-{self.step} held out {self.number} of round {self.round}"
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
-        """The EMA of the checkpoint where it has one. Raises what `weights_of` raises."""
-        return weights_of(self.folder, modules, self.part.train.seed)
+        """The EMA of the checkpoint where it has one, or the first weights. Raises what `weights_of` raises."""
+        return weights_of(self.folder, modules, self.part.train)
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> ClipLosses:
         """Raises what `HeldOutPart.run` raises."""

@@ -25,6 +25,7 @@ from app.sampling.live import LiveSamples
 from app.sampling.live_clip import LiveClip
 from app.sampling.model import saved_model
 from app.settings.config import RunConfig
+from app.validation.work import HeldOutPart, HeldOutWork
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from tests.app.test_sample import tiny_run, write_checkpoint
@@ -223,6 +224,29 @@ def test_a_checkpoint_that_the_run_removes_stays_until_its_last_clip(tmp_path: P
     assert live.ended(report(first)) is None
     assert isinstance(live.ended(report(second)), SamplesMade)
     assert not any(path.name.startswith(".") for path in (tmp_path / "samples").iterdir()), "its disk space is free"
+
+
+@pytest.mark.parametrize(
+    ("ema_decay", "init_moments", "seed"), [(0.9, True, 2), (0.9, False, 1), (0.0, True, 1), (0.0, False, 1)]
+)
+def test_the_first_weights_are_those_of_the_checkpoint_that_a_run_begins_with(
+    tmp_path: Path, ema_decay: float, init_moments: bool, seed: int
+) -> None:
+    """Its EMA (of seed 2) where the run goes on with that, as later clips and losses are of the EMA; else its weights
+    (of seed 1). The run's own seed draws nothing."""
+    run = tiny_run()
+    folder = write_checkpoint(tmp_path, run)
+    model, geometry = resolve(run.model)
+    text, vae = build_text(model.text, torch.device("cpu")), build_vae(model.vae, torch.device("cpu"))
+    modules = Modules(config=model, geometry=geometry, dit=build_dit(model.dit, 7), vae=vae, text=text)
+    optimizer = replace(run.train.optimizer, ema_decay=ema_decay)
+    train = replace(run.train, init_from=str(folder), init_moments=init_moments, optimizer=optimizer)
+    config, expected = replace(run, train=train), dict(build_dit(model.dit, seed).named_parameters())
+    clip = LiveClip(folder="", step=-1, number=0, config=config, first=())
+    part = HeldOutPart(train=train, draws=1, timeout_s=60, clips=())
+    work = HeldOutWork(folder="", step=-1, round=1, number=0, part=part)
+    for found in (clip.weights(modules), work.weights(modules)):
+        assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
