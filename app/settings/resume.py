@@ -67,6 +67,7 @@ _TABLES: tuple[tuple[list[str], SettingKind], ...] = (
 )
 KINDS: dict[str, SettingKind] = {name: kind for names, kind in _TABLES for name in names}
 
+FIRST = ("model.dit.lora_from", "train.init_from", "train.init_moments")  # what a run begins with that has no state
 MOVABLE = ("path", "kind", "media", "index", "name", "synthetic")  # of a source
 RUNTIME = (
     "path",
@@ -118,15 +119,23 @@ def check_resume(config: RunConfig, folder: Path | None = None, *, checkpoint: P
     if saved is None:
         return []
     now: SettingsTree = as_plain(config)
-    refused = [change for change in differences(saved, now) if is_refused(change, saved, now)]
+    begins = checkpoint is None  # with what these files hold, unless its state lives in keepers
+    refused = [change for change in differences(saved, now) if is_refused(change, saved, now, begins=begins)]
     if refused:
         raise ConfigError(
             f"--resume would train something else than {where}: {', '.join(map(str, refused))}. Restore "
             f"{'it' if len(refused) == 1 else 'them'}, or start anew with another run.name or "
-            f"--overwrite.{_ways_on(refused, saved, checkpoint)}"
+            f"--overwrite.{_why_begins(refused, begins)}{_ways_on(refused, saved, checkpoint)}"
         )
     last = _yaml(folder / "config.yaml") or saved
     return [change for change in differences(last, now) if kind_of(change.key) != "free"]
+
+
+def _why_begins(refused: Sequence[Change], begins: bool) -> str:
+    """A sentence on why what the run begins with may not be another; "" where that is not refused."""
+    if not begins or all(change.key not in FIRST for change in refused):
+        return ""
+    return " The run has no checkpoint, so that it would begin with other weights than its first steps."
 
 
 def _ways_on(refused: Sequence[Change], saved: SettingsTree, checkpoint: Path | None) -> str:
@@ -186,10 +195,13 @@ def leaves(tree: SettingsTree, known: SettingsTree | None = None, path: str = ""
             yield key, value
 
 
-def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
-    """Whether going on with this change would train something else."""
+def is_refused(change: Change, old: SettingsTree, new: SettingsTree, *, begins: bool = False) -> bool:
+    """Whether going on with this change would train something else. `begins`: no checkpoint holds a state, so that what
+    the run begins with is read again."""
     if change.key == "train.optimizer.ema_decay":  # the state holds an average, or it does not
         return bool(change.old) != bool(change.new)
+    if begins and change.key in FIRST:
+        return change.key != "train.init_moments" or bool(_value(old, "train", "init_from"))
     if change.key in ("model.dit.lora_from", "train.init_from"):  # in the state; no file is read into that
         return not change.old
     if change.key.startswith("data.batch.") and _limited_nothing(old):

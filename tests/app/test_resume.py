@@ -214,8 +214,7 @@ def test_beside_a_folder_what_its_config_does_not_name_is_the_runs(
     dit.mkdir()
     (dit / "config.json").write_text(json.dumps(dit_json(resolve(config(tmp_path).model)[0].dit)))
     saved = (f"model.dit.path={dit}", "model.dit.lora_rank=2", "model.dit.lora_from=/here/factors.safetensors")
-    made = prepare_run_dir(config(tmp_path, *saved))
-    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    write_trained(prepare_run_dir(config(tmp_path, *saved)), config(tmp_path, *saved))
     now = config(tmp_path, *saved, override)
     if refused:
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
@@ -331,6 +330,34 @@ def test_what_a_run_began_with_is_not_read_into_its_state(tmp_path: Path, folder
     write_trained(prepare_run_dir(config(tmp_path, given)), config(tmp_path, given))
     assert [change.key for change in check_resume(config(tmp_path, "train.init_from=null"))] == ["train.init_from"]
     assert check_resume(config(tmp_path, given, "train.init_moments=false")) == []
+
+
+def test_without_a_checkpoint_a_run_begins_again_with_what_it_began_with(tmp_path: Path, folder: Path) -> None:
+    """Its first steps were trained from there, and a resume would silently train from other weights."""
+    shutil.rmtree(folder)
+    given, other = "train.init_from=/elsewhere/checkpoints/step-3", "train.init_from=/elsewhere/checkpoints/step-4"
+    shutil.rmtree(write_trained(prepare_run_dir(config(tmp_path, given)), config(tmp_path, given)) / "checkpoints")
+    assert check_resume(config(tmp_path, given)) == []
+    for changed, told in (
+        (
+            (),
+            r"config\.yaml says: train\.init_from \S*step-3 -> null\. Restore it, .*The run has no checkpoint",
+        ),
+        ((other,), r"train\.init_from \S*step-3 -> \S*step-4\. Restore it, .* begin with other weights"),
+        ((given, "train.init_moments=false"), r"train\.init_moments true -> false\. Restore it"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            check_resume(config(tmp_path, *changed))
+
+
+def test_without_a_checkpoint_factors_are_read_again_and_must_be_the_same(tmp_path: Path) -> None:
+    factors = ("model.dit.lora_rank=2", "model.dit.lora_from=/here/factors.safetensors")
+    saved = config(tmp_path, *factors)
+    shutil.rmtree(write_trained(prepare_run_dir(saved), saved) / "checkpoints")
+    with pytest.raises(ConfigError, match=r"model\.dit\.lora_from /here/factors\.safetensors -> null\. Restore it"):
+        check_resume(config(tmp_path, factors[0]))
+    with pytest.raises(ConfigError, match=r"lora_from /here/factors\.safetensors -> /there/factors\.safetensors\."):
+        check_resume(config(tmp_path, factors[0], "model.dit.lora_from=/there/factors.safetensors"))
 
 
 def test_a_run_that_goes_back_is_compared_with_the_checkpoint_that_it_goes_back_to(
