@@ -20,11 +20,12 @@ from ops.typed import ConfigError, build, parse
 _MOST_NAMED = 12  # checkpoints in a message
 
 
-def checkpoint_folder(path: Path, after: int | None = None) -> Path:
+def checkpoint_folder(path: Path, after: int | None = None, *, verify: bool = True) -> Path:
     """The checkpoint that `path` means: itself, the latest below it, or the latest of a run directory; with `after` the
-    one of a run after as many steps. Raises ConfigError where there is none, with those that there are."""
+    one of a run after as many steps. Raises ConfigError where there is none, with those that there are. What `path`
+    does not name itself is read as a whole for damage, with `after` where `verify` says so."""
     if after is not None:
-        return _after(path, after)
+        return _after(path, after, verify)
     if not path.exists():
         beside = complete(path.parent)
         raise ConfigError(f"checkpoint {path} does not exist.{f' {_there_are(beside)}' if beside else ''}")
@@ -44,16 +45,16 @@ def steps_of(checkpoint: Path) -> int:
     return step_of(checkpoint) + 1
 
 
-def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool) -> Path | None:
+def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool, verify: bool = True) -> Path | None:
     """The checkpoint of the run after as many steps; None where it does not go back. Raises ConfigError where there is
     none, and where the run has gone back to it before: a batch system that starts a command again would throw the run
-    back each time."""
+    back each time. `verify` reads all of it for damage."""
     if steps is None:
         return None
     if not resume:
         raise ConfigError(f"--back-to {steps} is for a run that is continued: give --resume, too.")
     folder = run_dir(config)
-    checkpoint = checkpoint_folder(folder, steps)
+    checkpoint = checkpoint_folder(folder, steps, verify=verify)
     if (aside := later_folder(folder, checkpoint)).exists():
         raise ConfigError(
             f"{aside} exists: the run has gone back to {counted(steps, 'step')} before. Leave --back-to out to go on, "
@@ -76,7 +77,7 @@ def run_config(meta: Meta, folder: Path) -> RunConfig:
         return build(RunConfig, parse(text, "meta.json"), names())
 
 
-def _after(path: Path, steps: int) -> Path:
+def _after(path: Path, steps: int, verify: bool) -> Path:
     if is_complete(path):
         raise ConfigError(
             f"{path} is one checkpoint, after {counted(steps_of(path), 'step')}: give its run, or leave --after "
@@ -88,7 +89,7 @@ def _after(path: Path, steps: int) -> Path:
     folder = step_folder(root, steps - 1)
     if not is_complete(folder):
         raise ConfigError(f"{path} has no checkpoint after {counted(steps, 'step')}. {_there_are(complete(root))}")
-    if why := damage(folder):
+    if verify and (why := damage(folder)):
         raise ConfigError(f"{folder} is damaged: {why}. {_there_are([f for f in complete(root) if f != folder])}")
     return folder
 

@@ -43,7 +43,7 @@ def with_first_state(config: RunConfig, folder: Path | None = None) -> tuple[Run
             f"train.init_from {given} lies in the folder of this very run, which begins empty. Give the run another "
             f"run.name."
         )
-    if why := damage(checkpoint):
+    if checkpoint == Path(given) and (why := damage(checkpoint)):  # one that was looked for is whole
         raise ConfigError(f"train.init_from {checkpoint} is damaged: {why}. Use another checkpoint of the run.")
     parts = _checked(config, checkpoint)
     config = replace(config, train=replace(config.train, init_from=str(checkpoint)))

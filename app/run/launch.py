@@ -80,7 +80,7 @@ def train(
     check_installed(config.track)
     given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)
-    earlier_checkpoint(config, back_to, resume=resume)
+    earlier_checkpoint(config, back_to, resume=resume, verify=False)  # `_run` reads it
     if is_inner() or is_on_a_cluster():
         with RunSignals() as signals:
             return _run(config, signals, resume=resume, overwrite=overwrite, back_to=back_to)

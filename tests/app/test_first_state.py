@@ -67,6 +67,22 @@ def test_a_run_means_its_latest_checkpoint_and_a_path_the_one_it_names(here: Pat
     assert with_first_state(config) == (config, "")
 
 
+def test_the_checkpoint_is_read_for_damage_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, read = tiny_run(), list[Path]()
+    folder = write_checkpoint(here / "a", config)
+
+    def damage_of(checkpoint: Path) -> str:
+        read.append(checkpoint)
+        return ""
+
+    for module in ("app.inputs.first_state", "actors.state.checkpoint_files"):
+        monkeypatch.setattr(f"{module}.damage", damage_of)
+    for given in (here / "a", here / "a" / "checkpoints", folder):
+        read.clear()
+        with_first_state(of(config, init_from=str(given)))
+        assert read == [folder]
+
+
 def test_what_is_taken_over_is_told(here: Path) -> None:
     config = tiny_run()
     without = write_checkpoint(here / "a", config, ema=False)

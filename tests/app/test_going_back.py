@@ -8,6 +8,7 @@ import pytest
 
 from actors.state.checkpoint_files import begin, latest, step_folder
 from app.inputs.checkpoints import earlier_checkpoint
+from app.run import launch
 from app.run.going_back import set_aside
 from app.settings.run_folder import run_dir
 from ops.typed import ConfigError
@@ -86,6 +87,36 @@ def test_nothing_is_moved_where_nothing_came_later(run: Path) -> None:
     newest = write_checkpoint(run, tiny_run(), 40)
     before = contents(run)
     assert set_aside(run, newest) == "" and contents(run) == before
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_start_reads_the_checkpoint_once_in_the_process_that_has_the_run(
+    run: Path, inner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of GB of it, from a shared disk: the outer process looks only whether it is there."""
+    (run.parent.parent / "run.yaml").write_text(tiny_run().to_yaml())
+    (run / "config.yaml").write_text(tiny_run().to_yaml())
+    read: list[Path] = []
+
+    def damage_of(folder: Path) -> str:
+        read.append(folder)
+        return ""
+
+    def far_enough(*given: object, **more: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("app.inputs.checkpoints.damage", damage_of)
+    monkeypatch.setattr(launch, "is_inner", lambda: inner)
+    monkeypatch.setattr(launch, "run_apart", lambda words: 0)
+    monkeypatch.setattr(launch, "with_limits_of", far_enough)
+    if inner:
+        with pytest.raises(KeyboardInterrupt):
+            launch.train("run.yaml", resume=True, back_to=10)
+        assert read == [run.absolute() / "checkpoints" / "step-9"]
+    else:
+        assert launch.train("run.yaml", resume=True, back_to=10) == 0 and read == []
+        with pytest.raises(ConfigError, match="has no checkpoint after 15 steps"):
+            launch.train("run.yaml", resume=True, back_to=15)
 
 
 def test_what_is_no_resume_or_has_no_such_checkpoint_is_refused(run: Path) -> None:
