@@ -112,6 +112,13 @@ def test_buckets_of_another_kind_replace_those_of_the_base(
     assert bool(buckets.frames) == ("resolutions" in kept)
 
 
+def test_ratios_of_a_base_stay_beside_a_table(tmp_path: Path) -> None:
+    """They say nothing to it, and a run that was begun when they stayed would be refused on a resume without them."""
+    write(tmp_path, 'data: {buckets: {resolutions: [480p], frames: [1], ratios: ["16:9"]}}', "base.yaml")
+    buckets = load(tmp_path, "base: base.yaml\ndata: {buckets: {table: [1x32x48]}}").data.buckets
+    assert buckets.table and buckets.ratios == ("16:9",)
+
+
 def test_one_layer_that_gives_two_kinds_of_buckets_is_refused(tmp_path: Path) -> None:
     write(tmp_path, f"data: {{buckets: {{{GENERATED}}}}}", "base.yaml")
     with pytest.raises(ConfigError, match=r"gives table and resolutions; they exclude each other.*run.yaml:6"):

@@ -134,6 +134,16 @@ def test_the_account_covers_every_segment_of_a_curriculum(clips: Path) -> None:
     assert found.draws == sum(item.batch for index in range(found.steps) for item in data.step(index).items)
 
 
+def test_a_segment_says_whether_its_clips_are_cut_or_scaled(clips: Path) -> None:
+    cut = replace(config(clips).buckets, oversize="crop")
+    data = dataset(clips, segments=(SegmentConfig(until_step=2, buckets=cut), SegmentConfig(until_step=0)))
+    assert [{item.job.crop for item in data.step(n).items} for n in range(4)] == [{True}, {True}, {False}, {False}]
+    first, again = data.step(1).items[0], replace(data.step(1).items[0].job, crop=False)
+    assert set(latent_keys(first, data.config, "vae")).isdisjoint(
+        latent_keys(replace(first, job=again), data.config, "vae")
+    ), "a cache keeps them apart"
+
+
 def test_filters_are_counted_and_their_samples_named(clips: Path) -> None:
     rule = "aesthetic_score >= 4.75"
     source = replace(config(clips).sources[0], filters=(rule,))

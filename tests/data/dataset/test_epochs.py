@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig, SourceConfig
-from data.dataset.coverage import account
+from data.dataset.coverage import account, check_coverage
 from data.dataset.dataset import Dataset
 from data.dataset.epochs import forecast
+from data.errors import DataError
 from data.in_words import EpochForecast
+from data.ledger import Ledger
 from ops.geometry import Geometry
 
 SMALL = BucketsConfig(table=("1x32x48", "9x32x48"), max_ratio_error=2.5)
@@ -92,3 +94,23 @@ def test_an_account_of_a_run_ends_with_its_steps(clips: Path) -> None:
     assert found.steps == 2 and found.not_reached > 0 and found.coverage < 1
     assert found.forecast is not None and found.forecast.steps == 2
     assert account(dataset(clips)).trained == 60 and account(dataset(clips), run_steps=10**6).trained == 60
+
+
+def test_sources_of_one_name_are_told_apart(clips: Path) -> None:
+    shards = SourceConfig(path=str(clips / "shards"), weight=0.25, index=str(clips / "index"))
+    data = dataset(clips, sources=(shards, replace(shards, weight=0.75)))
+    found = forecast(data, 50).sources
+    assert list(found) == ["shards (0)", "shards (1)"] and found["shards (1)"] > 2 * found["shards (0)"]
+    assert list(account(data).by_source) == list(found)
+
+
+@pytest.mark.parametrize(("planned", "least", "passes"), [(55, 0.55, True), (54, 0.55, False), (0, 0.0, True)])
+def test_a_coverage_that_is_met_exactly_is_enough(planned: int, least: float, passes: bool) -> None:
+    ledger = Ledger()
+    ledger.add_indexed(100, 0)
+    ledger.add_planned(planned, 0)
+    if passes:
+        check_coverage(ledger, least)
+    else:
+        with pytest.raises(DataError, match=r"data\.min_coverage asks for 55%"):
+            check_coverage(ledger, least)
