@@ -15,7 +15,7 @@ from actors.state.checkpoint_files import load
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.shards import ShardState, cut
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 NO_RATE = 1e-30  # adds less to a weight than its last bit, but for one that is 0
 

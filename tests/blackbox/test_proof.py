@@ -12,7 +12,7 @@ import pytest
 
 from tests.blackbox.place import Place
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.faults]
 
 
 @pytest.mark.timeout(600)

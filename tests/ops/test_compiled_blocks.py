@@ -102,7 +102,7 @@ def test_bags_compute_the_same_also_with_ranks_that_have_no_rows(tmp_path: Path)
             torch.testing.assert_close(sum(shares), each, atol=1e-5 * float(each.abs().max()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["same", "float8"])
+@pytest.mark.parametrize("frozen", ["same", pytest.param("float8", marks=pytest.mark.long)])
 def test_factors_are_trained_the_same(frozen: Literal["same", "float8"]) -> None:
     """LoRA of some projections: the first block's rows need no gradient, and blocks have plain layers beside others."""
     config = replace(TINY, lora_rank=2, lora_targets=("to_q", "to_v"), frozen_dtype=frozen)
@@ -116,7 +116,7 @@ def test_factors_are_trained_the_same(frozen: Literal["same", "float8"]) -> None
         torch.testing.assert_close(found, expected, **FP32)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.long)], ids=["fp32", "autocast"])
 def test_passes_that_keep_what_attention_gives_run_the_same_code(autocast: bool) -> None:
     """`train.memory.attention` keeps it in some passes and not in others, by what passes have taken: long after the
     first cascades, when nobody waits for a compiler. In a process that has compiled nothing else, as a worker is."""
