@@ -21,7 +21,10 @@ from ops.typed import ConfigError, build, parse
 
 BAD = ("-1", "-2.5", "0", ".nan", ".inf", "-.inf", "1" + 30 * "0", "1e300", "many", "[1, x]", "true", "null")
 SIGNED = {"train.flow.logit_mean", "train.flow.mode_scale", "train.flow.token_shift.base", "train.flow.token_shift.max"}
-OPTIONAL = {"model.dit.rope_axes", "sample.guidance_scale_2", "sample.flow_shift", "sample.decode_noise_scale"}
+OPTIONAL = {
+    *("model.dit.rope_axes", "sample.guidance_scale_2", "sample.flow_shift", "sample.decode_noise_scale"),
+    "train.flow.max_timestep",
+}
 OF_HUNYUAN = {f"model.dit.{f.name}" for f in dataclasses.fields(HunyuanConfig)} - {
     f"model.dit.{f.name}" for f in dataclasses.fields(WanConfig)
 }

@@ -14,7 +14,7 @@ from app.sampling.clips import ClipChanges
 
 # In the order of the help; those of one line belong to one part of it.
 OPTIONS = """
---checkpoint --after --from --prompt --prompts --image --last-image --other
+--checkpoint --after --from --lora --lora-scale --prompt --prompts --image --last-image --other
 --out --ema/--no-ema
 --frames --height --width --steps --timesteps --guidance-scale --guidance-scale-2 --flow-shift
 --decode-timestep --decode-noise-scale
@@ -60,6 +60,7 @@ def test_without_options_nothing_is_changed(asked: Mapping[str, object], tmp_pat
         "images": [],
         "last_images": [],
         "other": None,
+        "loras": [],
         "ema": True,
         "device": "auto",
         "long_prompts": None,
@@ -105,6 +106,7 @@ def test_every_option_asks_for_what_it_says(asked: Mapping[str, object], tmp_pat
         "images": [Path("a.png"), Path("b.png")],
         "last_images": [Path("c.png")],
         "other": Path("low"),
+        "loras": [],
         "ema": False,
         "device": "cpu",
         "long_prompts": "cut",
