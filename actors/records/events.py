@@ -318,9 +318,9 @@ class EnvironmentSeen(RunEvent, event="environment"):
     changed: tuple[str, ...] = ()  # since the last event of the run: "torch 2.9.1 -> 2.10.0"
 
     def describe(self) -> str:
-        return f"the environment is another one from step {self.from_step} on: {', '.join(self.changed)}" * bool(
-            self.changed
-        )
+        if not self.changed:
+            return ""
+        return f"the environment is another one from step {self.from_step} on: {', '.join(self.changed)}"
 
     @property
     def facts(self) -> dict[str, str]:

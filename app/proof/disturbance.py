@@ -101,9 +101,7 @@ class Disturber:
         except subprocess.TimeoutExpired:  # it may be within Ray, which ends
             self._process.kill()
             self._process.wait()
-        self._reader.join(
-            self._leaves_s
-        )  # what Ray has started for it may hold the pipe; the reader ends with this process
+        self._reader.join(self._leaves_s)  # what Ray has started for it may hold the pipe; it ends with this process
 
     def _read(self, lines: IO[str]) -> None:
         last = "it was ended"

@@ -153,12 +153,12 @@ class LiveSamples:
             self._start_task()
             return None
         try:
-            _ = self._first
+            due = self._round_of(step)
         except (ConfigError, OSError) as error:
             return SamplesFailed(step=step, why=str(error))
         if (late := self._next) is not None:
             self._let_go(late)
-        self._next = self._round_of(step)
+        self._next = due
         if self._round is None:
             self._begin_next()
         return None if late is None else SamplesFailed(step=late.step, why="the next are due and they have not begun")
