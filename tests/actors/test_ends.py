@@ -96,6 +96,7 @@ class Call:
         return self._method.remote(step) if step < self._until else reject.remote()
 
 
+@pytest.mark.long
 def test_rejected_data_ends_with_the_last_committed_step_on_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lab.config("rejected", train={"steps": OPEN_END}, workers={"max": 1})
 

@@ -20,8 +20,10 @@ def learnt(strategy: str) -> StrategyResult:
     "strategy",
     [
         "static",
-        "knapsack",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("longest_first", "flexsp_greedy", "cascade")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("knapsack", "longest_first", "flexsp_greedy", "cascade")
+        ),
     ],
 )
 def test_hidden_costs_are_learnt_in_200_steps_despite_waiting(strategy: str) -> None:

@@ -261,6 +261,7 @@ def two_nodes() -> Iterator[object]:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_two_nodes_reach_each_other_sum_and_a_gpu_without_cuda_is_found(
     two_nodes: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,8 +51,7 @@ def test_passes_of_bags_have_no_graphs() -> None:
     )
 
 
-@pytest.mark.parametrize("gib", [3.0, 8.0])
-@pytest.mark.parametrize("setting", ["true", "auto"])
+@pytest.mark.parametrize(("gib", "setting"), [(3.0, "true"), (8.0, "auto")])
 def test_graphs_change_neither_whether_a_run_fits_nor_where_its_state_lies(
     gib: float, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ def test_nothing_stays_of_ray_that_ends_before_what_it_has_started(
         assert join_until_told(Joining(run=tmp_path, wait_s=60), ended_s=0.0) == 1
 
 
+@pytest.mark.usefixtures("not_under_nohup")
 def test_nothing_stays_of_a_machine_whose_terminal_goes(tmp_path: Path, cluster_for: Callable[[str], str]) -> None:
     cluster_for(f"kill -HUP {os.getpid()}\nsleep {SECONDS}")
     with nothing_left(), pytest.raises(SystemExit) as ended:

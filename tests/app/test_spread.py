@@ -220,6 +220,7 @@ def as_encoded(clip: np.ndarray, folder: Path, fps: float) -> np.ndarray:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.long
 def test_clips_of_three_workers_are_those_of_none(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """Those of one worker are compared where it continues what was stopped."""
     told: list[str] = []
@@ -355,6 +356,7 @@ def test_what_was_stopped_continues_where_it_was(checkpoint, alone, tmp_path) ->
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.faults
 def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"1 worker\(s\) died or hung while they made prompt 1 \('a disc number 1'\)"
@@ -369,6 +371,7 @@ def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.timeout(300)  # half of what the first would wait for the second
+@pytest.mark.faults
 def test_a_member_that_fails_is_told_and_not_waited_for(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no memory left on the second"):
         spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 2, together=True, worker_class=FailingMember)

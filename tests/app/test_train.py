@@ -508,6 +508,7 @@ def test_too_few_workers_end_with_a_sentence_and_the_resumable_code(folder: Path
     assert "waiting up to 3 s" in done.stdout and "workers.min" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_dataset_without_items_is_rejected_before_training(folder: Path, cluster: Any) -> None:
     done = train(
         folder,

@@ -136,6 +136,7 @@ def test_a_run_under_a_few_faults_is_the_run_that_nobody_disturbed(tmp_path: Pat
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
+@pytest.mark.faults
 def test_a_run_on_a_full_disk_waits_and_is_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
     """A worker dies meanwhile: nothing of the steps that could not be recorded is lost or stands twice."""
     with closing(Place(tmp_path, steps=30)) as place, small_disk(tmp_path / "disk", mib=64) as own:

@@ -116,7 +116,8 @@ def test_factors_are_trained_the_same(frozen: Literal["same", "float8"]) -> None
         torch.testing.assert_close(found, expected, **FP32)
 
 
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.long)], ids=["fp32", "autocast"])
+@pytest.mark.long
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_passes_that_keep_what_attention_gives_run_the_same_code(autocast: bool) -> None:
     """`train.memory.attention` keeps it in some passes and not in others, by what passes have taken: long after the
     first cascades, when nobody waits for a compiler. In a process that has compiled nothing else, as a worker is."""

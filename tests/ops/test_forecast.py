@@ -95,7 +95,7 @@ def test_beside_8_bits_too(dora: bool, autocast: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("case", in_default_run("wan", "hunyuan", of=ONE_EACH))
+@pytest.mark.parametrize("case", in_default_run("wan", of=ONE_EACH))
 def test_the_prediction_is_what_tensors_with_data_take(case: str, checkpointing: bool, autocast: bool) -> None:
     config = replace(VARIANTS[case], num_layers=2, gradient_checkpointing=checkpointing)
     predicted, _ = pass_bytes(config, clips_for(config), 1, Precision(autocast=autocast))
@@ -114,7 +114,7 @@ def test_the_prediction_holds_with_a_level_for_each_frame(case: str) -> None:
 OF_ONE_KIND = [case for case in ONE_EACH if len(VARIANTS[case].block_counts) == 1]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("case", in_default_run("wan", of=OF_ONE_KIND))
 def test_short_models_stand_for_a_deep_one(case: str, checkpointing: bool) -> None:
     deep = replace(VARIANTS[case], num_layers=9, gradient_checkpointing=checkpointing)
@@ -201,7 +201,11 @@ def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
     assert fetched == pytest.approx(peak, rel=0.01) and less < held
 
 
-@pytest.mark.parametrize("changes", [{}, {"frozen_dtype": "float8"}, {"expert": "both"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"frozen_dtype": "float8"}, {"expert": "both"}))],
+    ids=str,
+)
 def test_beside_lora_a_gpu_has_two_blocks_of_frozen_weights_and_a_pass_needs_no_more(
     changes: dict[str, object],
 ) -> None:

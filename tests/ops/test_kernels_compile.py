@@ -88,6 +88,7 @@ def folder(version: str) -> str:
     return str(beside)
 
 
+@pytest.mark.kernels
 def test_the_widest_kernels_compile_without_spills() -> None:
     compile_shipped("5120", version=PINNED)
 

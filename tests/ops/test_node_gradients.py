@@ -57,7 +57,7 @@ def run_ranks(case: str, memory: str = "shared") -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["one", "3+1"])
+@pytest.mark.parametrize("case", [pytest.param("one", marks=pytest.mark.long), "3+1"])
 def test_integer_gradients_of_four_processes_are_bit_exact(case: str) -> None:
     assert run_ranks(case) == [(0, ["0"] * STEPS)] * WORKERS
 

@@ -190,6 +190,7 @@ def worker(number: int, generation: int, dies_in: int) -> None:
         print(step, flush=True)
 
 
+@pytest.mark.faults
 def test_whenever_a_worker_is_killed_the_version_before_is_whole_and_the_next_goes_on_from_it() -> None:
     """In two updates, each in another piece, with others before it written. Nobody counts on what it has left."""
     plain = FlatSync(Wide(), FULL, TOTAL_STEPS)

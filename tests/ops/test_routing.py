@@ -319,6 +319,7 @@ def _compiled(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_compiled_code_leaves_the_routing_to_python(tmp_path: Path) -> None:
     mp.spawn(_compiled, args=(str(tmp_path),), nprocs=2)  # raises what a process raised
 

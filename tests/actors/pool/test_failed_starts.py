@@ -80,6 +80,7 @@ class Dies(Worker):
 
 
 @pytest.mark.cluster
+@pytest.mark.faults
 def test_the_pool_learns_where_it_was_and_gives_the_gpu_back() -> None:
     """Ray has a GPU that PyTorch does not see; the constructor fails or the process dies before it could say that."""
     host = socket.gethostname()

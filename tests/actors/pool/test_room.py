@@ -137,6 +137,7 @@ class Controlling:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
+@pytest.mark.faults
 def test_a_monitor_begins_beside_its_controller_and_outlives_its_node_with_the_next_one(cluster: Cluster) -> None:
     """The workers know no other."""
     kind: Any = Controlling
