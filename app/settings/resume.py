@@ -19,7 +19,7 @@ import yaml
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from data.config import SourceConfig
-from ops.counted import counted
+from ops.counted import counted, first_of
 from ops.models.folders import resolve
 from ops.typed import ConfigError, as_plain
 
@@ -98,7 +98,8 @@ class Change:
     new: object
 
     def __str__(self) -> str:
-        return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
+        of_sources = _source_changes(self.key, self.old, self.new) if self.key in SOURCES else ""
+        return of_sources or f"{self.key} {_short(self.old)} -> {_short(self.new)}"
 
 
 def kind_of(key: str) -> SettingKind:
@@ -330,6 +331,25 @@ def _yaml(path: Path) -> SettingsTree | None:
 def _step(folder: Path) -> int:
     number = folder.name.removeprefix("step-")
     return int(number) if number.isdigit() else -1
+
+
+def _source_changes(key: str, old: object, new: object) -> str:
+    """What differs between lists of sources: their number, or else some settings, of which those that are more than a
+    place come first; "" for what is no such list."""
+    listed = [value for value in (_sources(old), _sources(new)) if isinstance(value, list)]
+    if len(listed) < 2 or not all(isinstance(one, Mapping) for value in listed for one in value):
+        return ""
+    before, after = listed
+    if len(before) != len(after):
+        return f"{key} {counted(len(before), 'source')} -> {len(after)}"
+    found = [
+        Change(f"{key}.{index}.{name}", one[name], other.get(name))
+        for index, (one, other) in enumerate(zip(before, after))
+        for name in one
+        if one[name] != other.get(name)
+    ]
+    found.sort(key=lambda change: change.key.rpartition(".")[2] in MOVABLE)
+    return first_of([str(change) for change in found], most=3)
 
 
 def _short(value: object) -> str:

@@ -72,10 +72,10 @@ def test_a_new_setting_of_training_has_to_be_classified() -> None:
         ("train.optimizer.ema_decay=0", "train.optimizer.ema_decay"),
         ("data.items_per_step=2", "data.items_per_step"),
         ("data.caption_dropout=0.5", "data.caption_dropout"),
-        ("data.sources.0.caption=json:text", "data.sources"),
-        ("data.sources.0.caption_prefix=sks", "data.sources"),
+        ("data.sources.0.caption=json:text", "data.sources.0.caption txt|json:caption -> json:text"),
+        ("data.sources.0.caption_prefix=sks", 'data.sources.0.caption_prefix "" -> sks.'),
         ("data.sources.0.default_caption=''", "data.sources"),
-        ("data.sources.0.loss_weight=0.5", "data.sources"),
+        ("data.sources.0.loss_weight=0.5", "data.sources.0.loss_weight 1.0 -> 0.5"),
         ("data.buckets.min_area=0.5", "data.buckets.min_area 0.8 -> 0.5"),
     ],
 )
@@ -279,6 +279,14 @@ def test_leaves_end_at_values_that_are_mappings_themselves() -> None:
 
 def test_a_long_value_is_told_short() -> None:
     assert len(str(Change("data.sources", ["x" * 500], []))) < 120
+
+
+def test_of_sources_the_settings_that_differ_are_told_and_places_last() -> None:
+    old = [{"path": "a"}, {"path": "b", "weight": 2.0}]
+    new = [{"path": "c"}, {"path": "d", "weight": 3.0}]
+    assert str(Change("data.sources", old, old[:1])) == "data.sources 2 sources -> 1"
+    told = str(Change("data.sources", old, new))
+    assert told.startswith("data.sources.1.weight 2.0 -> 3.0, data.sources.0.path a -> c, data.sources.1.path b -> d")
 
 
 NEW_RUN = r"begin another run\.name with --set train\.init_from=.*/one/checkpoints/step-9"
