@@ -20,6 +20,7 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -121,9 +122,9 @@ def seal(
 ) -> None:
     """Make the checkpoint valid: write `meta`, check that the shards cover the vector, write COMPLETE last.
 
-    `bounds` are the shards that belong to it, by default all that are there. `files` are what `write_shard` returned:
-    the checksum of any other shard is taken by reading it back. `meta` is JSON; "step" is required and
-    "parameters" (names and shapes in flat order, see `parameters_meta`) is needed to read weights by name.
+    `bounds` are the shards that belong to it, by default all that are there; others are removed. `files` are what
+    `write_shard` returned: the checksum of any other shard is taken by reading it back. `meta` is JSON; "step" is
+    required and "parameters" (names and shapes in flat order, see `parameters_meta`) is needed to read weights by name.
     """
     if "step" not in meta:
         raise CheckpointError(f"{folder}: meta has no 'step'; it is needed to find the latest checkpoint.")
@@ -145,6 +146,9 @@ def seal(
     listed = [known.get(name) or _as_it_is(folder / name) for name in [*names, META]]
     entries = {file.name: {"size": file.size, "crc32": file.crc32} for file in listed}
     _write(folder / COMPLETE, [json.dumps({"files": entries}).encode()])
+    for left in [*folder.glob(".*.part"), *(folder / name for name in _shard_names(folder) if name not in entries)]:
+        with suppress(OSError):  # of attempts that were given up
+            left.unlink()
 
 
 def parameters_meta(layout: Sequence[Slot]) -> list[ParameterMeta]:

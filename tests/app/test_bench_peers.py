@@ -356,8 +356,17 @@ def test_the_run_file_of_the_comparison_loads(tmp_path: Path) -> None:
     assert json.dumps(sorted(contest.SETS)) == '["mixed", "uniform"]'
 
 
-def test_an_optimizer_that_peers_do_not_have_is_refused(prepared: tuple[Path, list[int], list[float]]) -> None:
-    other = prepared[0].with_name("muon.yaml")
-    other.write_text(f"base: {prepared[0].name}\ntrain: {{optimizer: {{kind: muon}}}}\n")
-    with pytest.raises(ConfigError, match=r"AdamW alone\. Set train\.optimizer\.kind to adamw"):
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ("{optimizer: {kind: muon}}", r"AdamW alone\. Set train\.optimizer\.kind to adamw"),
+        ("{loss_weight: token}", r"all samples alike\. Set train\.loss_weight to sample"),
+    ],
+)
+def test_what_peers_do_not_have_is_refused(
+    prepared: tuple[Path, list[int], list[float]], train: str, said: str
+) -> None:
+    other = prepared[0].with_name("other.yaml")
+    other.write_text(f"base: {prepared[0].name}\ntrain: {train}\n")
+    with pytest.raises(ConfigError, match=said):
         Recipe(other)

@@ -64,6 +64,8 @@ class Recipe:
             raise ConfigError("heddle bench peers trains by AdamW alone. Set train.optimizer.kind to adamw.")
         if any(source.loss_weight != 1 for source in self.config.data.sources):
             raise ConfigError("heddle bench peers weighs all samples alike. Leave data.sources loss_weight out.")
+        if self.config.train.loss_weight != "sample":
+            raise ConfigError("heddle bench peers weighs all samples alike. Set train.loss_weight to sample.")
         self.train, self.text_config, self.diffusion = self.config.train, model.text, model.dit.diffusion
         self.dit = build_dit(model.dit, self.train.seed).train()
         self.vae, self.text = build_vae(model.vae), build_text(model.text)

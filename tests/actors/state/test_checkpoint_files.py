@@ -304,8 +304,11 @@ def test_seal_takes_the_shards_that_it_is_told_and_none_without_a_step(tmp_path:
     with pytest.raises(CheckpointError, match="meta has no 'step'"):
         seal(folder, {}, bounds=[(0, 400), (400, TOTAL)])
     assert latest(tmp_path) is None
+    (folder / ".shard-0-400.safetensors.0123456789ab.part").touch()
     seal(folder, {"step": 1}, bounds=[(0, 400), (400, TOTAL)])
     assert latest(tmp_path) == folder
+    shards = {f"shard-{lo}-{hi}.safetensors" for lo, hi in ((0, 400), (400, TOTAL))}
+    assert {path.name for path in folder.iterdir()} == {*shards, "meta.json", COMPLETE}
     assert [(shard.lo, shard.hi) for shard in load(folder)[1]] == [(0, 400), (400, TOTAL)]
 
 
