@@ -223,6 +223,12 @@ def chosen(sections: Sequence[Section], name: str) -> tuple[Section, ...]:
     raise ConfigError(f"no setting or section is called {name}; {hint}")
 
 
+def full_names(sections: Sequence[Section], leaf: str) -> list[str]:
+    """Dotted names of all settings with this last word."""
+    found = (one for one in _once(sections) if _named(one, leaf))
+    return list(dict.fromkeys(_without_places(f"{one.name}.{leaf}".lstrip(".")) for one in found))
+
+
 def _with_setting(sections: Sequence[Section], path: str) -> Iterator[Section]:
     parent, _, leaf = path.rpartition(".")
     for section in sections:

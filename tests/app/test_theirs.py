@@ -1,0 +1,118 @@
+"""`heddle settings --of`: what files of other trainers say, and where it stands here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import app
+from app.settings.config import RunConfig
+from app.settings.elsewhere import IN_FILES
+from app.settings.reference import reference
+from app.settings.theirs import Theirs, as_text, read_theirs, translated
+from ops.typed import ConfigError, dotted_names
+
+SECTIONS = reference(RunConfig)
+FILES = {
+    "a.toml": """
+lr = 2e-5
+[optimizer]
+type = "muon"
+[[directory]]
+num_repeats = 2
+[[directory]]
+num_repeats = 5
+""",
+    "a.yaml": """
+train: {learning_rate: 2.0e-5}
+optimizer: {type: muon}
+directory: [{num_repeats: 2}, {num_repeats: 5}]
+""",
+    "a.json": '{"lr": 2e-5, "optimizer": {"type": "muon"}, "directory": [{"num_repeats": 2}, {"num_repeats": 5}]}',
+    "a.py": """
+import math
+lr = 2e-5
+optimizer = dict(type="muon")
+directory = [dict(num_repeats=2)]
+num_repeats = 2 * math.pi
+""",
+    "a.sh": """
+# lr=1 --lr 9
+accelerate launch train.py \\
+  --lr 2e-5 --optimizer-type=muon \\
+  --num_repeats 2 --no_such x y
+""",
+}
+
+
+def here(name: str, value: object = 1) -> str:
+    return translated(Theirs(name=name, value=value), SECTIONS).here
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(FILES[name])
+    told = [translated(one, SECTIONS) for one in read_theirs(tmp_path / name)]
+    places = [one.here.partition(" (")[0] for one in told]
+    assert [place for place in places if place][:2] == ["train.optimizer.learning_rate", "train.optimizer.kind"]
+    assert places.count("data.sources") == 1, "an entry of a list stands for all"
+    values = {one.here: one.theirs.value for one in told}
+    assert values["train.optimizer.kind"] == "muon"
+    assert float(str(values["train.optimizer.learning_rate"])) == 2e-5
+
+
+def test_switches_and_values_of_several_words_and_programs_between(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun --nproc_per_node=8 train.py --use-ema --betas 0.9 0.99 -x --out '/a b'\n")
+    found = {one.name: one.value for one in read_theirs(script)}
+    assert found == {"nproc_per_node": "8", "use-ema": True, "betas": "0.9 0.99", "x": True, "out": "/a b"}
+
+
+def test_a_name_is_looked_up_with_the_word_before_it_and_by_our_own() -> None:
+    assert here("zero_optimization.offload_optimizer.device") == "train.memory.state"
+    assert here("optimizer.type", "adamw") == "train.optimizer.kind"
+    assert "AdamW's is sharded over all workers" in here("optimizer_type", "adamw8bit")
+    assert here("tensor-model-parallel-size").startswith("layers and their matrices are not split")
+    assert here("lora_alpha") == "model.dit.lora_alpha" and here("logit_mean") == "train.flow.logit_mean"
+    assert here("num_cpu_threads_per_process") == ""
+
+
+def test_names_of_files_lead_to_settings_that_exist() -> None:
+    known = {name.replace(".N", "") for name in dotted_names(RunConfig)}
+    for place in (place.partition(" (")[0] for place in IN_FILES.values()):
+        assert " " in place or any(f"{name}.".startswith(f"{place}.") for name in known), place
+
+
+def test_the_command_shows_them_beside_each_other_and_names_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"max_train_steps": 1600, "tp_size": 2, "odd": {"name-of-mine": "x"}, "vae": 1}')
+    done = CliRunner().invoke(app, ["settings", "--of", str(tmp_path / "a.json")], env={"COLUMNS": "70"})
+    assert done.exit_code == 0, done.output
+    assert "max_train_steps = 1600  train.steps\n" in done.output
+    assert "1 name that nothing here is called: odd.name-of-mine" in done.output
+    assert max(map(len, done.output.splitlines())) <= 70
+    assert as_text([]) == ""
+    assert CliRunner().invoke(app, ["settings", "--of", "a.json", "--schema"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.toml", "a = [", "cannot be read as toml"),
+        ("a.json", "{", "cannot be read as json"),
+        ("a.yaml", "a: [", "cannot be read as yaml"),
+        ("a.py", "a = (", "cannot be read as py"),
+        ("a.sh", "echo 'x", "cannot be read as sh"),
+        ("a", "echo hello", "has no settings"),
+        ("a.json", "[1]", "has no settings"),
+        ("a.toml", None, "does not exist"),
+        ("a.toml", b"\xff\xfe", "cannot be read as text"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, text: str | bytes | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_theirs(tmp_path / name)
+    assert str(caught.value).startswith(str(tmp_path / name)) and str(caught.value).endswith(".")
