@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from data.config import OPEN_SORA_RATIOS, BatchConfig, BucketsConfig
+from data.config import OPEN_SORA_RATIOS, BatchConfig, BucketsConfig, StartFrame
 from data.ledger import Reason
 from data.types import Bucket
 from ops.geometry import Geometry
@@ -256,6 +256,15 @@ def last_start(shape: ClipShape, bucket: Bucket, fps: float) -> int:
         return max(shape.frames - bucket.frames, 0)
     needed = (bucket.frames - 1) / fps * shape.fps
     return max(int(shape.frames - 1 - needed + 1e-6), 0)
+
+
+def first_frames(latest: int, start_frame: StartFrame) -> Sequence[int]:
+    """Frames of the file at which a draw may begin, whose latest is `latest`: each as likely as the others."""
+    if start_frame == "random":
+        return range(latest + 1)
+    if start_frame == "fixed":
+        return (0,)
+    return [round(latest * part / (start_frame - 1)) for part in range(start_frame)]
 
 
 def planned_batch(

@@ -239,7 +239,7 @@ class CacheConfig:
     """Latents and text embeddings kept by content, shared between runs."""
 
     path: str = ""  # folder; empty: no cache
-    latents: bool = True  # needs data.start_frame: fixed, otherwise every epoch asks for other latents
+    latents: bool = True  # needs data.start_frame: fixed or a number, otherwise every epoch asks for other latents
     text: bool = True  # embeddings of captions
     min_free_gib: float = 1.0  # stop writing below this much free space
 
@@ -325,6 +325,10 @@ class EngineConfig:
             raise ValueError(f"data.engine.decode_cpus {self.decode_cpus} must be positive; fractions share a core.")
 
 
+StartFrame = int | Literal["random", "fixed"]
+MOST_STARTS = 1000
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """What is trained on, in which shapes and amounts. With a seed and the index it fixes every step of the run."""
@@ -336,7 +340,9 @@ class DataConfig:
     max_wait: int = 0  # draws a sample may wait for its bucket to fill; 0: 10 * largest batch * number of buckets
     mixture: Literal["samples", "tokens"] = "samples"  # what the weights of the sources are shares of
     fps: float = 0.0  # clips are resampled to this frame rate by time stamps; 0 keeps their own
-    start_frame: Literal["random", "fixed"] = "random"  # which part of a longer clip is trained; fixed: the same always
+    # Which part of a longer clip is trained. fixed: always the first one. A number, 2 or more: as many parts, from its
+    # first frames to its last ones, of which each draw takes one.
+    start_frame: StartFrame = "random"
     caption_dropout: float = 0.1  # training_cfg_rate: share of samples trained without their caption
     min_coverage: float = 0.0  # least share of indexed samples that can be trained; with fewer no run starts, code 4
     segments: tuple[SegmentConfig, ...] = ()  # a curriculum; empty: one stage
@@ -359,6 +365,11 @@ class DataConfig:
             fps=between(0, 100_000),
             min_coverage=between(0, 1),
         )
+        if not isinstance(self.start_frame, str) and not 2 <= self.start_frame <= MOST_STARTS:
+            raise ValueError(
+                f"data.start_frame {self.start_frame:g} must be a number of parts from 2 to {MOST_STARTS:,}; for the "
+                "first part alone say fixed, and for any, random."
+            )
         weights = [source.weight for source in self.sources]
         if any(weights):
             check_weights(weights, "data.sources")

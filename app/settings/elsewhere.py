@@ -237,9 +237,9 @@ _SPLIT = (
 _NO_DROPOUT = "LoRA is trained without dropout; captions are dropped by data.caption_dropout."
 _FRAMES = (
     "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
-    "single_beginning) or from any (random, the default). Several parts of a video (chunk, slide, "
-    "multiple_overlapping) are rows of a table in data.sources, each with its start_frame and end_frame; frames spread "
-    "over a clip (uniform) come by a lower data.fps."
+    "single_beginning), from any (random, the default), or from one of as many parts, spread evenly over the clip, as "
+    "data.start_frame says (chunk, slide, multiple_overlapping); frames spread over a clip (uniform) come by a lower "
+    "data.fps."
 )
 DONE_OTHERWISE = {
     "is_reg": (

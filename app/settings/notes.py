@@ -32,8 +32,8 @@ def notes(config: RunConfig) -> list[str]:
     if _caches_random_parts(config):
         found.append(
             "data.cache keeps latents, and data.start_frame random cuts another part out of a longer clip at each "
-            "draw: it is encoded, and kept, anew. data.start_frame: fixed encodes each clip once; data.cache.latents: "
-            "false keeps captions alone."
+            "draw: it is encoded, and kept, anew. data.start_frame: fixed encodes each clip once, and 4 four parts of "
+            "it; data.cache.latents: false keeps captions alone."
         )
     module = config.data.engine.decoder.partition(":")[0]
     if not _is_importable(module):

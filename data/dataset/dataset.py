@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data.buckets import BatchSize, ClipShape, last_start
+from data.buckets import BatchSize, ClipShape, first_frames, last_start
 from data.config import DataConfig, SourceConfig
 from data.dataset.curriculum import Curriculum
 from data.dataset.index import Index, IndexRow
@@ -217,7 +217,7 @@ class Dataset:
         who = (self.seed, draw.source, draw.epoch, draw.row)
         drop = uniform(*who, DROP) < self.config.caption_dropout
         shape = ClipShape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
-        latest = last_start(shape, bucket, self.config.fps) if self.config.start_frame == "random" else 0
+        starts = first_frames(last_start(shape, bucket, self.config.fps), self.config.start_frame)
         chosen = uniform(*who, PICK)
         sample = SampleRef(
             source=draw.source,
@@ -225,7 +225,7 @@ class Dataset:
             row=draw.row,
             key=row.key,
             content=row.content,
-            start_frame=int(uniform(*who, START) * (latest + 1)),
+            start_frame=starts[int(uniform(*who, START) * len(starts))],
             caption_pick=chosen,
             caption_drop=drop,
             caption_chars=0 if drop else _caption_chars(row, chosen),

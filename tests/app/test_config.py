@@ -453,7 +453,8 @@ def test_batches_for_less_text_than_every_caption_has_are_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    "said, settings", [(1, []), (0, ["data.cache.latents=false"]), (0, ["data.start_frame=fixed"])]
+    "said, settings",
+    [(1, []), (0, ["data.cache.latents=false"]), (0, ["data.start_frame=fixed"]), (0, ["data.start_frame=4"])],
 )
 def test_a_cache_of_latents_beside_random_parts_is_noted(said: int, settings: list[str]) -> None:
     """Every draw of a longer clip was encoded and kept anew, where docs/first-lora.md says each is encoded once."""

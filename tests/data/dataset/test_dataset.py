@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.buckets import first_frames
 from data.cache import latent_keys
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, SegmentConfig, SourceConfig
 from data.dataset.coverage import account
@@ -109,6 +110,27 @@ def test_fixed_starts_are_zero_and_random_starts_vary(clips: Path) -> None:
 
     assert starts(dataset(clips, start_frame="fixed")) == {0}
     assert starts(dataset(clips)) >= {0, 1, 2, 3, 4}
+
+
+def test_a_number_of_starts_are_the_first_and_the_last_frames_and_what_lies_evenly_between(clips: Path) -> None:
+    found: dict[tuple[str, int], set[int]] = {}
+    data = dataset(clips, start_frame=3)
+    for index in range(60):
+        for item in data.step(index).items:
+            for sample in item.samples:
+                found.setdefault((sample.key, item.bucket.frames), set()).add(sample.start_frame)
+    several = [starts for (_, frames), starts in found.items() if frames > 1 and len(starts) == 3]
+    assert several, "clips longer than their bucket are drawn from each of three parts"
+    for low, middle, high in map(sorted, several):
+        assert low == 0 and middle in (high // 2, (high + 1) // 2)
+    assert max(map(len, found.values())) == 3
+    assert first_frames(100, 5) == [0, 25, 50, 75, 100] and set(first_frames(0, 5)) == {0}
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1, 1001])
+def test_a_number_of_starts_that_says_nothing_is_refused(clips: Path, number: int) -> None:
+    with pytest.raises(ValueError, match=rf"data\.start_frame {number} must be a number of parts from 2 to 1,000; for"):
+        config(clips, start_frame=number)
 
 
 def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> None:
