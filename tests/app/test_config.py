@@ -268,10 +268,16 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
         ("network_args", "model.dit.lora_targets"),
         ("dtype", "train.autocast"),
         ("grad_checkpoint", "model.dit.gradient_checkpointing"),
+        ("save", "run.dir"),
+        ("split", "validation.sources"),
+        ("max_pixels", "data.buckets.resolutions"),
+        ("xformers", "model.dit.attention"),
+        ("task", "model.dit.path"),
     ],
 )
 def test_names_of_other_trainers_are_not_taken_for_the_word_that_is_spelled_alike(theirs: str, ours: str) -> None:
-    """They were answered by sample.every, train, sample, workers, model.dit.attention.dtype and checkpoint."""
+    """They were answered by sample.every, train, sample, workers, model.dit.attention.dtype, checkpoint, sample,
+    planner.split, data.limits.max_pixels, workers and track."""
     with pytest.raises(ConfigError, match=rf"unknown key {theirs} .* did you mean {ours}"):
         RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"{theirs}=1"])
 
@@ -326,6 +332,18 @@ PEERS = (
     "frame_extraction",
     "video_clip_mode",
     "framewise_flow_shift",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "zero_optimization",
+    "offload_optimizer",
+    "train_iters",
+    "save_interval",
+    "clip_grad",
+    "bf16",
+    "fp16",
+    "recompute_granularity",
+    "log_interval",
 )
 
 
