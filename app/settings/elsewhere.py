@@ -286,7 +286,7 @@ _SPLIT = (
     "fit no GPU lie once in each node's memory (train.memory.parameters)."
 )
 _NO_DROPOUT = "LoRA is trained without dropout; captions are dropped by data.caption_dropout."
-_EVERY_STEP = "every step is logged: it has a line in metrics.jsonl, and a point in each curve (track)."
+_EVERY_STEP = "every step is logged: it has a line in the metrics of its run (below run.dir), and a point in curves."
 _FRAMES = (
     "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
     "single_beginning), from any (random, the default), or from one of as many parts, spread evenly over the clip, as "
