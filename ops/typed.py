@@ -187,6 +187,7 @@ class Names:
         default_factory=dict
     )  # names that have none of ours: what is done instead
     values: Mapping[str, str] = field(default_factory=dict)  # a setting: what else is said of a value it does not take
+    words: Mapping[str, str] = field(default_factory=dict)  # values as others write them, and ours
     others: bool = False  # unknown keys are passed over: files that other programs make, too
 
     def nearest(self, path: str, siblings: Sequence[str]) -> str:
@@ -257,7 +258,7 @@ def _value(kind: object, node: Node, names: Names, path: str) -> object:
     if origin in (Union, types.UnionType):
         return _union(kind, node, names, path)
     if origin is Literal:
-        return _choice(get_args(kind), node, path, names.values.get(path, ""))
+        return _choice(get_args(kind), node, path, names)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return build(kind, node, names, path)
     if origin in (tuple, list, Sequence) or kind in (tuple, list):
@@ -329,15 +330,17 @@ def _float(node: Node, path: str) -> float:
     return number
 
 
-def _choice(choices: Sequence[object], node: Node, path: str, others: str = "") -> object:
-    """The node's value, which must be one of `choices`. `others`: a sentence on values that it does not take."""
+def _choice(choices: Sequence[object], node: Node, path: str, names: Names) -> object:
+    """The node's value, which must be one of `choices`."""
     if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
         return node.value
     if isinstance(node.value, bool) and (word := "on" if node.value else "off") in choices:
         return word  # as it was written: YAML 1.1 takes on and off for truth values
-    close = difflib.get_close_matches(str(node.value), [str(choice) for choice in choices], n=1)
+    ours = names.words.get(str(node.value).lower())
+    close = [ours] if ours in choices else difflib.get_close_matches(str(node.value), [*map(str, choices)], n=1)
     hint = f"; did you mean {close[0]}?" if close else "."
     expected = ", ".join(map(str, choices))
+    others = names.values.get(path, "")
     why = f" {others}" if others else ""
     raise ConfigError(f"{path} is {plain(node)!r}{node.at()}; expected one of {expected}{hint}{why}")
 
@@ -375,7 +378,7 @@ def _tagged(members: Sequence[type[DataclassInstance]], node: Node, names: Names
     tag = next(iter(settings[members[0]]))
     by_value = {fields[tag].default: member for member, fields in settings.items()}
     children = node.value if isinstance(node.value, dict) else {}
-    chosen = _choice(list(by_value), children[tag], f"{path}.{tag}") if tag in children else next(iter(by_value))
+    chosen = _choice(list(by_value), children[tag], f"{path}.{tag}", names) if tag in children else next(iter(by_value))
     own = settings[by_value[chosen]]
     strangers = set(children) - set(own)
     for key in sorted(strangers):

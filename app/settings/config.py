@@ -20,7 +20,7 @@ import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
 from app.settings.attention_table import with_attention_table
-from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES
+from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES, WORDS
 from app.settings.files import override, read
 from app.settings.prompts import with_prompts_of_file
 from app.settings.rules import (
@@ -96,7 +96,7 @@ class RunConfig:
 def names() -> Names:
     """Every key of a run config, what other programs call them, and what they have besides."""
     known = tuple(dotted_names(RunConfig))
-    return Names(known=known, elsewhere=ELSEWHERE, done_otherwise=DONE_OTHERWISE, values=VALUES)
+    return Names(known=known, elsewhere=ELSEWHERE, done_otherwise=DONE_OTHERWISE, values=VALUES, words=WORDS)
 
 
 def check_read(config: RunConfig) -> None:

@@ -412,3 +412,16 @@ IN_FILES = {
     "nnodes": "workers.max",
 }
 """The same of names that only whole files of other trainers bring; a run file has them elsewhere, or not at all."""
+
+WORDS = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8",
+    "gpu": "cuda",
+    "cpu": "host",
+    "wds": "webdataset",
+    "sigmoid": "logit_normal",
+    "constant_with_warmup": "constant",
+}
+"""Values as other programs write them, and ours, for every setting that takes it."""

@@ -294,6 +294,21 @@ def test_epochs_of_other_trainers_are_answered_with_how_they_become_steps(theirs
         assert "train.steps (steps = epochs x samples / samples of a step; heddle train --dry-run says" in said
 
 
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("workers.device=gpu", "cuda"),
+        ("data.sources.0.kind=wds", "webdataset"),
+        ("train.parameter_dtype=fp32", "float32"),
+        ("train.memory.state=cpu", "host"),
+    ],
+)
+def test_values_of_other_trainers_are_not_taken_for_the_word_that_is_spelled_alike(override: str, ours: str) -> None:
+    """A gpu was answered with cpu, wds with mds, the others with no word."""
+    with pytest.raises(ConfigError, match=rf"; did you mean {ours}\?"):
+        RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [override])
+
+
 def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
     known = set(names().known)
     for foreign, ours in ELSEWHERE.items():
