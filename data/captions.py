@@ -113,7 +113,8 @@ def decode_text(data: bytes, limits: LimitsConfig) -> str:
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise BadSample(Reason.CAPTION_NOT_UTF8, f"{error.reason} at byte {error.start}") from error
+        why = f"{error.reason} at byte {error.start}; save the caption as UTF-8"
+        raise BadSample(Reason.CAPTION_NOT_UTF8, why) from error
 
 
 def parse_json(data: bytes, limits: LimitsConfig) -> dict[str, object]:

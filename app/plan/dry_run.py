@@ -42,7 +42,7 @@ from ops.models.load import check_factors, check_kept, num_trained
 from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
-MOST_MINUTES = 180  # of a run; a longer one is given in hours
+MOST_SECONDS, MOST_MINUTES = 120, 180  # of a run; a longer one is given in minutes, or in hours
 
 
 def dry_run(
@@ -149,7 +149,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         which = "frozen weights of blocks" if dit.freezes_blocks else "weights"
         gib = host_weights_gib(model, config.train)
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
-    print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
+    print(f"storage   {_size(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
 
@@ -174,7 +174,7 @@ def _gradients(config: RunConfig, weights: int, device: str) -> str:
         "host": "in each node's host memory",
     }
     where = ", or ".join(place[one] for one in possible)
-    return f"{4 * weights / 2**30:.2f} GiB {where} (train.memory.gradients: {config.train.memory.gradients})"
+    return f"{_size(4 * weights)} {where} (train.memory.gradients: {config.train.memory.gradients})"
 
 
 def _alone_line(plan: Plan, inputs: PlanInputs) -> str:
@@ -193,6 +193,18 @@ def _alone_line(plan: Plan, inputs: PlanInputs) -> str:
         f"          one worker alone: {alone:.3f} s per step; {workers} are {rate:.2f} times as fast, "
         f"{100 * rate / workers:.0f}% of {workers} times"
     )
+
+
+def _lasts(seconds: float) -> str:
+    """In the unit that a person would take."""
+    if seconds < MOST_SECONDS:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.1f} minutes" if seconds < 60 * MOST_MINUTES else f"{seconds / 3600:.1f} hours"
+
+
+def _size(num_bytes: float) -> str:
+    """'0.38 GiB', and of a small model '2.7 MiB'."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _cuda_here() -> bool:
@@ -223,9 +235,7 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
         print(line)
     if line := update_line([plan], inputs):
         print(line)
-    minutes = whole * config.train.steps / 60
-    lasts = f"{minutes:.1f} minutes" if minutes < MOST_MINUTES else f"{minutes / 60:.1f} hours"
-    print(f"          {counted(config.train.steps, 'step')} in about {lasts}")
+    print(f"          {counted(config.train.steps, 'step')} in about {_lasts(whole * config.train.steps)}")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")
         for note in inputs.profile.notes:

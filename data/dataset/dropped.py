@@ -45,7 +45,7 @@ class DroppedSample:
         """The reason for a person."""
         if self.reason is Reason.FILTERED:
             return f"{self.reason}({self.detail})"
-        return self.detail or str(self.reason)
+        return f"{self.reason}: {self.detail}" if self.detail else str(self.reason)
 
     def line(self) -> str:
         """Its line of dropped.jsonl; what is not known is left out."""

@@ -94,7 +94,12 @@ MISTAKES = [
         2,
         "error: run directory runs/nowhere does not exist; give that of a run, such as runs/demo.",
     ),
-    (("sample", "--checkpoint", "runs/nowhere"), 2, "error: checkpoint runs/nowhere does not exist."),
+    (
+        ("sample", "--checkpoint", "runs/nowhere"),
+        2,
+        "error: checkpoint runs/nowhere does not exist. Give the folder of a run, such as runs/demo, or a checkpoint "
+        "in it.",
+    ),
     (
         ("workers", "list", "runs/nowhere"),
         2,
@@ -170,7 +175,9 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert int(left) == 30 == sum(int(number) for number in re.findall(r"\d+", right))
     assert "17x32x48" in printed
     assert "plan      cascade on 3 workers" in printed
-    assert "GiB on each worker (train.memory.gradients: auto)" in printed
+    gradient = re.search(r"gradients ([\d.]+) MiB on each worker \(train.memory.gradients: auto\)", printed)
+    storage = re.search(r"storage +([\d.]+) MiB per checkpoint", printed)
+    assert gradient and storage and 0 < float(gradient[1]) < float(storage[1]), "they were 0.00 GiB and 0.01 GiB"
     assert "encoders  haar codec, text encoder in float32" in printed
     assert not (small_data / "runs").exists()
 
@@ -224,9 +231,9 @@ def test_a_plan_writes_the_account_of_the_data_as_json_and_as_a_page(
     assert "samples are dropped: " in page.read_text()
 
 
-def test_a_dry_run_gives_the_length_of_a_long_run_in_hours(dry_run: Dry) -> None:
-    """A day of training was 1443.2 minutes."""
-    for steps, unit in ((40, "minutes"), (1_000_000_000, "hours")):
+def test_a_dry_run_gives_the_length_of_a_run_in_the_unit_that_fits(dry_run: Dry) -> None:
+    """A day of training was 1443.2 minutes, and ten steps were 0.0."""
+    for steps, unit in ((40, "seconds"), (10_000, "minutes"), (1_000_000_000, "hours")):
         _, printed, _ = dry_run(f"train.steps={steps}")
         assert f" {unit}\n" in printed.partition(" in about ")[2]
 

@@ -172,6 +172,7 @@ def test_failed_download_is_counted_and_is_no_fault(tmp_path):
 def test_caption_that_is_not_utf8(tmp_path):
     _, ledger = indexed(tmp_path, with_sample(4, txt=b"caf\xe9 \xff"))
     assert rejected(ledger) == {"caption_not_utf8": 1}
+    assert ledger.last.detail.endswith("; save the caption as UTF-8")
 
 
 @pytest.mark.parametrize("text", [b'{"caption": "x"', b"[" * 100_000, b"[1]", b"\xff\xfe{}"])

@@ -141,6 +141,7 @@ def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> No
     assert found.planned == found.trained
     assert len(found.dropped) == sum(found.rejected.values())
     assert all("17x64x96" in dropped.why or "1x64x96" in dropped.why for dropped in found.dropped)
+    assert all(dropped.why.startswith(f"{dropped.reason}: ") for dropped in found.dropped), "named as it is counted"
     assert sum(bucket.samples for bucket in found.buckets) == found.trained
     short = account(data, steps=2)
     assert short.planned == short.trained + short.waiting + short.not_reached + short.passed_over
