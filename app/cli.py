@@ -64,7 +64,7 @@ for _command in (
     app.command()(_command)
 app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
 app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")
-app.add_typer(workers_app, name="workers", help="Look at, drain, scale, kill or stop the workers of a live run.")
+app.add_typer(workers_app, name="workers", help="Look at, drain, add, scale, kill or stop the workers of a live run.")
 
 
 def main() -> None:

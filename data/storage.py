@@ -101,7 +101,7 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
             f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
-            f"hdfs:// or hf://."
+            f"hdfs://, hf:// or, by fsspec, fsspec+{scheme}://."
         ) from error
     system, root = known
     return system, f"{root.rstrip('/')}/{name}".rstrip("/")

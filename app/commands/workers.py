@@ -1,5 +1,5 @@
-"""`heddle workers`: shows, drains, scales, kills and stops the workers of a live run. All but a kill is asked of the
-run's monitor actor."""
+"""`heddle workers`: shows, drains, adds, scales, kills and stops the workers of a live run. All but a kill and a
+machine that joins is asked of the run's monitor actor."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from ops.counted import counted
 from ops.typed import ConfigError, build, parse
 
 _MOST_NAMED = 12  # checkpoints in a message
+_GIVE = "Give the folder of a run, such as runs/demo, or a checkpoint in it."
 
 
 def checkpoint_folder(path: Path, after: int | None = None, *, verify: bool = True) -> Path:
@@ -28,7 +29,8 @@ def checkpoint_folder(path: Path, after: int | None = None, *, verify: bool = Tr
         return _after(path, after, verify)
     if not path.exists():
         beside = complete(path.parent)
-        raise ConfigError(f"checkpoint {path} does not exist.{f' {_there_are(beside)}' if beside else ''}")
+        there = _there_are(beside) if beside else _GIVE
+        raise ConfigError(f"checkpoint {path} does not exist. {there}")
     if is_complete(path):
         return path
     found = latest(path) or latest(root_of(path))
@@ -84,7 +86,7 @@ def _after(path: Path, steps: int, verify: bool) -> Path:
             f"{steps} out."
         )
     if not path.exists():
-        raise ConfigError(f"checkpoint {path} does not exist.")
+        raise ConfigError(f"checkpoint {path} does not exist. {_GIVE}")
     root = root_of(path) if root_of(path).is_dir() else path
     folder = step_folder(root, steps - 1)
     if not is_complete(folder):

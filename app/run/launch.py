@@ -151,7 +151,7 @@ def last_words(outcome: Outcome, folder: Path) -> str:
         return f"error: {outcome.reason}"
     return (
         f"done: {steps}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
-        f"{shlex.join(['heddle', 'sample', '--checkpoint', f'{folder}/checkpoints'])}"
+        f"{shlex.join(['heddle', 'sample', '--checkpoint', str(folder)])}"
     )
 
 

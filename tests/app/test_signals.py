@@ -223,4 +223,5 @@ def test_a_run_that_was_stopped_says_how_it_goes_on_and_is_no_error() -> None:
     assert stopped == "stopped by a signal. It has 62 steps; the same command with --resume goes on from there."
     failed = last_words(Outcome(code=1, reason="the disk is full.", last_step=3), Path("runs/a"))
     assert failed == "error: the disk is full."
-    assert "heddle report 'runs/my lora'" in last_words(Outcome(code=0, reason="", last_step=3), Path("runs/my lora"))
+    done = last_words(Outcome(code=0, reason="", last_step=3), Path("runs/my lora"))
+    assert "heddle report 'runs/my lora'" in done and done.endswith("heddle sample --checkpoint 'runs/my lora'")

@@ -79,7 +79,10 @@ def library(tree: Path = TREE, version: int = VERSION) -> ctypes.CDLL | None:
             continue
         found.anneal.restype = ctypes.c_long
         return found
-    log.info("the C search was not built: plans are searched with numpy, about 10 times slower")
+    log.info(
+        "the C search was not built: plans are searched with numpy, about 10 times slower. Where there is a C "
+        "compiler, installing Heddle again builds it."
+    )
     return None
 
 
