@@ -53,7 +53,12 @@ def plan(
     gantt: Annotated[Path | None, typer.Option("--gantt", help="Write a PNG here.")] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
 ) -> None:
-    """Preview: step times, idle share, memory and the account of the data, before a GPU is touched."""
+    """Preview: step times, idle share, memory and the account of the data, before a GPU is touched.
+
+    In the table, no plan takes less than bound, and over is how much more this one takes. WIR is the busiest worker's
+    time over the least busy one's; CV step says how far apart workers are in tokens, CV comp in computation, 0 is even.
+    peak is the memory of the largest cascade, planning what the step took that took longest.
+    """
     from app.plan.preview import PlanRequest, run_plan
 
     strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
