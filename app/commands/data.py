@@ -209,9 +209,11 @@ def convert(
     from app.data_tools.printing import print_ledger
     from app.data_tools.sources import ProgressBar, check_folder_here, open_indexes, sources_of
     from data.ledger import Ledger
+    from data.tools.convert import check_out
     from data.tools.convert import convert as write
 
     check_folder_here(out, "OUT")
+    check_out(out)  # an index may take hours
     sources, limits = sources_of([path], None, None, kind, media, caption, default_caption)
     ledger = Ledger(limits, out / "bad.jsonl")
     (source,) = open_indexes(sources, limits, cache, ledger, workers)

@@ -46,10 +46,9 @@ def convert(
 ) -> list[Path]:
     """Write the usable rows as folder/00000.tar ...; each is a draw in the ledger, delivered or skipped.
 
-    Raises ValueError when the folder already holds shards, DataIOError when they cannot be written.
+    Raises ValueError as check_out, DataIOError when shards cannot be written.
     """
-    if any(folder.glob("*.tar")):
-        raise ValueError(f"{folder} already holds shards. Name an empty folder.")
+    check_out(folder)
     rows = np.flatnonzero(index.columns("ok")["ok"])
     ledger.add_planned(len(rows), index.ordinal)
     names: set[str] = set()
@@ -70,6 +69,17 @@ def convert(
     except OSError as error:
         raise DataIOError(f"{folder}: {error}. Free space or name another folder.") from error
     return sorted(folder.glob("*.tar"))
+
+
+def check_out(folder: Path) -> None:
+    """Raises ValueError where shards cannot be written to this folder, which need not exist, or are there."""
+    if any(folder.glob("*.tar")):
+        raise ValueError(f"{folder} already holds shards. Name an empty folder.")
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise ValueError(f"{folder} cannot be made: {above} is a file. Name another folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written: {above} is read-only. Name another folder.")
 
 
 @contextlib.contextmanager

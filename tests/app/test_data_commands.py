@@ -224,6 +224,25 @@ def test_stats_and_convert(folder, tmp_path):
     assert "11 of 11 samples usable in 3 shards" in run("index", tmp_path / "out")
 
 
+def test_a_folder_that_shards_cannot_go_to_is_refused_before_the_source_is_read(folder, monkeypatch):
+    """The index of a large set was made first, for hours."""
+    monkeypatch.setattr("data.dataset.index_build.build_index", lambda *_, **__: pytest.fail("the source is read"))
+    Path("file").touch()
+    Path("taken").mkdir()
+    Path("taken/00000.tar").touch()
+    for out, sentence in (
+        ("taken", "taken already holds shards"),
+        ("file/out", "file is a file"),
+        ("file", "is a file"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            run("convert", folder, out)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ValueError, match=r"out cannot be written: .* is read-only\. Name another folder"):
+        run("convert", folder, "out")
+    assert not Path("out").exists()
+
+
 def test_path_and_config_exclude_each_other(folder):
     assert RUNNER.invoke(app, ["index"]).exit_code == 2
     assert RUNNER.invoke(app, ["index", str(folder), "--config", "x.yaml"]).exit_code == 2
