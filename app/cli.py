@@ -6,6 +6,7 @@ An error of our own is one sentence on stderr; `--debug` anywhere on the line sh
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Annotated
 
@@ -65,6 +66,20 @@ for _command in (
 app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
 app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")
 app.add_typer(workers_app, name="workers", help="Look at, drain, add, scale, kill or stop the workers of a live run.")
+
+
+def _unwrap_helps(group: typer.Typer) -> None:
+    """Typer breaks the lines of a docstring's later paragraphs where the source does, and a terminal once more."""
+    for command in group.registered_commands:
+        text = command.help or inspect.getdoc(command.callback) or ""
+        paragraphs = text.split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for one in group.registered_groups:
+        if one.typer_instance is not None:
+            _unwrap_helps(one.typer_instance)
+
+
+_unwrap_helps(app)
 
 
 def main() -> None:

@@ -73,6 +73,17 @@ def test_help_lists_the_commands_without_importing_torch_or_ray() -> None:
     assert imported < 600  # it is imports that the answer takes: 432 are 0.4 s on a machine that is free
 
 
+def test_a_help_breaks_its_lines_where_the_terminal_does_and_not_where_the_source_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later paragraphs, and a first one in the list of commands, were broken at both."""
+    monkeypatch.setenv("COLUMNS", "300")
+    _, printed, _ = heddle(monkeypatch, capsys, "data", "lint", "--help")
+    assert "what they refuse is not decoded, and dropped.jsonl beside the list of faults names all that" in printed
+    _, printed, _ = heddle(monkeypatch, capsys, "workers", "--help")
+    assert "when it starts anew; SIGTERM, SIGUSR1 or Ctrl-C: its workers finish the steps" in printed
+
+
 MISTAKES = [
     (
         ("train", "--config", "nowhere.yaml"),
