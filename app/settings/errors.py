@@ -11,8 +11,8 @@ from actors.outcome import Exit
 PACKAGES = ("app", "actors", "data", "ops")
 ROOT = Path(__file__).resolve().parents[2]
 
-# what a place on disk does not allow, where Python has no class for it
-NO_PLACE = frozenset((errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP))
+# what a place on disk does not allow; a file where a folder is to be made exists
+NO_PLACE = frozenset((errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST))
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 # by class name along the inheritance, so that no layer is imported only for this

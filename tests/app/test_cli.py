@@ -433,7 +433,11 @@ def test_a_defect_keeps_its_traceback_and_our_errors_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "remedy"),
-    [(errno.EROFS, 2, "Choose another path."), (errno.ENOSPC, 1, "Free space, or choose another path.")],
+    [
+        (errno.EROFS, 2, "Choose another path."),
+        (errno.EEXIST, 2, "Choose another path."),  # a folder that is a file; it ended in a traceback
+        (errno.ENOSPC, 1, "Free space, or choose another path."),
+    ],
 )
 def test_a_place_that_cannot_be_written_is_one_sentence(number: int, code: int, remedy: str) -> None:
     error = raised(OSError(number, os.strerror(number), "ro/clips"))
