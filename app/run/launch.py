@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
@@ -109,7 +109,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
         for said in filter(None, (begins, decided)):
             _note(said)
         _check_files(config)  # before Ray starts, and an earlier run's files go
-        print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
+        say("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", sys.stdout)
         try:
             with signals.while_ray_starts():
                 connect(config)
@@ -138,8 +138,19 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             shut_down_ray()
             if fresh and not worth_keeping(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-    print(last_words(outcome, folder), file=sys.stderr if outcome.code else sys.stdout)
+    say(last_words(outcome, folder), sys.stderr if outcome.code else sys.stdout)
     return outcome.code
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print a line. Where its reader has gone (`heddle train ... | head`) nothing is shown from then on: a run does not
+    fail for that."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # what is still in the buffer goes there, too
+        os.close(nowhere)
 
 
 def last_words(outcome: Outcome, folder: Path) -> str:
@@ -227,4 +238,4 @@ def _say_before(config: RunConfig, *, resume: bool) -> None:
 
 
 def _note(text: str) -> None:
-    print(f"note: {text}", flush=True)
+    say(f"note: {text}", sys.stdout)

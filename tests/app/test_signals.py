@@ -17,7 +17,7 @@ import pytest
 from actors.outcome import Outcome
 from app.run import cluster, strategies
 from app.run import signals as module
-from app.run.launch import last_words
+from app.run.launch import last_words, say
 from app.run.signals import STOP, RunSignals, while_ray_starts
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -225,3 +225,12 @@ def test_a_run_that_was_stopped_says_how_it_goes_on_and_is_no_error() -> None:
     assert failed == "error: the disk is full."
     done = last_words(Outcome(code=0, reason="", last_step=3), Path("runs/my lora"))
     assert "heddle report 'runs/my lora'" in done and done.endswith("heddle sample --checkpoint 'runs/my lora'")
+
+
+def test_a_run_whose_output_nobody_reads_any_more_does_not_fail_at_its_end() -> None:
+    """`heddle train ... | head` ended in a traceback and exit code 1, with all steps committed."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        os.close(reader)
+        say("done: 3 steps", stream)
+        say("and nothing more", stream)  # and closing it has nothing left to write
