@@ -50,8 +50,9 @@ class Generations:
 
     def add(self, line: StepMetrics) -> None:
         running = self._last[-1] if self._last else self._first[-1] if self._first else None
-        if running is not None and running.number == line.generation:
-            running.last, running.workers = line.step, line.workers
+        # numbers begin anew with every start, and the workers of a generation are the same in all of its steps
+        if running is not None and (running.number, running.workers) == (line.generation, line.workers):
+            running.last = line.step
             return
         self.count += 1
         found = Generation(number=line.generation, first=line.step, last=line.step, workers=line.workers)

@@ -344,3 +344,11 @@ def test_the_loss_of_each_expert_has_a_curve_of_its_own(run_folder: Path) -> Non
     assert {name: set(np.round(ys, 9)) for name, ys in found.items()} == {"high": {0.75}, "low": {0.25}}
     text = write_report(RunDir.open(run_folder)).read_text()
     assert 'Loss of each expert, smoothed: high, low (orange)</h3><div class="curves"><svg' in text
+
+
+def test_starts_that_number_their_generations_alike_are_listed_apart() -> None:
+    """A run of two workers that went on with three was one generation of three."""
+    lines = [metrics_of({"step": step, "generation": 1, "workers": 2 + step // 3}) for step in range(5)]
+    found = steps_of(lines).generations
+    assert [(one.first, one.last, one.workers) for one in found.listed] == [(0, 2, 2), (3, 4, 3)]
+    assert found.count == 2

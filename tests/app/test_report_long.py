@@ -223,7 +223,7 @@ def test_of_many_generations_the_first_and_the_last_are_listed() -> None:
     found = Generations()
     for step in range(3 * MAX_GENERATIONS):
         for part in range(2):
-            found.add(metrics_of({"step": 2 * step + part, "generation": step, "workers": 1 + part}))
+            found.add(metrics_of({"step": 2 * step + part, "generation": step, "workers": 2}))
     listed = found.listed
     assert found.count == 3 * MAX_GENERATIONS and len(listed) == 2 * MAX_GENERATIONS
     assert (listed[0].first, listed[0].last, listed[0].workers) == (0, 1, 2)
