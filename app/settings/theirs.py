@@ -122,7 +122,7 @@ def as_text(found: Sequence[Translated], width: int = 100) -> str:
 
 def _leaves(value: object, path: str = "") -> Iterator[Theirs]:
     """Lists of mappings are walked; other lists are values, and so are mappings whose name is a setting."""
-    if isinstance(value, Mapping) and not any(path.rpartition(".")[2] in where for where in _TABLES):
+    if isinstance(value, Mapping) and path.rpartition(".")[2] not in ELSEWHERE:
         for name, below in value.items():
             yield from _leaves(below, f"{path}.{name}".lstrip("."))
     elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):

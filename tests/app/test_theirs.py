@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from app.cli import app
 from app.settings.config import RunConfig
-from app.settings.elsewhere import IN_FILES
+from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, IN_FILES
 from app.settings.reference import reference
 from app.settings.theirs import Theirs, as_text, read_theirs, translated
 from ops.typed import ConfigError, dotted_names
@@ -80,6 +80,7 @@ def test_a_name_is_looked_up_with_the_word_before_it_and_by_our_own() -> None:
 
 
 def test_names_of_files_lead_to_settings_that_exist() -> None:
+    assert not IN_FILES.keys() & {*ELSEWHERE, *DONE_OTHERWISE}, "which have the answer already"
     known = {name.replace(".N", "") for name in dotted_names(RunConfig)}
     for place in (place.partition(" (")[0] for place in IN_FILES.values()):
         assert " " in place or any(f"{name}.".startswith(f"{place}.") for name in known), place
