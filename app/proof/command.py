@@ -39,7 +39,7 @@ def prove(
         config = RunConfig.load(config_path, [*settings[kind], f"train.steps={steps}"])
         folders[kind] = check_run_dir(from_here(config), overwrite=overwrite)
     disturbance = Disturber(folders[DISTURBED], steps // QUARTERS, own.workers.min)
-    print(f"{DISTURBED}: {folders[DISTURBED]}", flush=True)
+    print(f"{DISTURBED}: {folders[DISTURBED]}, of open length: ended when all was done that disturbs it", flush=True)
     with disturbance:
         code = train(config_path, [*settings[DISTURBED], f"train.steps={MOST * steps}"], overwrite=overwrite)
     if disturbance.failed or not disturbance.all_done or signal_code() or code != Exit.RESUMABLE:

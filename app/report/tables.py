@@ -65,7 +65,7 @@ def buckets_html(run: RunDir, spans: SpanTotals) -> str:
     for row in rows:
         frames, height, width = row.bucket
         body.append(
-            f"<tr><td>{frames} frames, {height}x{width}</td><td>{row.items}</td><td>{row.samples}</td>"
+            f"<tr><td>{counted(frames, 'frame')}, {height}x{width}</td><td>{row.items}</td><td>{row.samples}</td>"
             f"<td>{row.batch:.1f}</td><td>{row.tokens if row.tokens is not None else '-'}</td>"
             f"<td>{row.text_s:.1f} s</td><td>{row.vae_s:.1f} s</td><td>{row.dit_s:.1f} s</td>"
             f"<td>{row.worker_seconds:.1f} s</td><td class='words'><span class='share' "
