@@ -187,6 +187,10 @@ class CheckpointConfig:
     every: int = 100  # steps from one checkpoint to the next; 0: only at the end
     keep_last: int = 3  # older ones are deleted; 0: all are kept
     keep_every: int = 0  # also keep every checkpoint whose number of steps is a multiple of this; 0: none of them
+    # Of a run with lora_rank: files of the factors for Diffusers and ComfyUI in lora/step-N/ of its folder, from each
+    # checkpoint as soon as it is whole, as heddle export --lora-only makes them. The numbers that they hold, or off.
+    # They stay when their checkpoint is deleted.
+    lora_files: Literal["off", "float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self) -> None:
         check_numbers("checkpoint", self, every=between(0), keep_last=between(0), keep_every=between(0))

@@ -30,6 +30,11 @@ def remote_of(plain: Callable[..., object], groups: Mapping[str, int] | None = N
     return _ray.remote(concurrency_groups=dict(groups))(plain) if groups else _ray.remote(plain)
 
 
+def task_of_its_own(plain: Callable[..., object]) -> Any:  # Ray gives it no type
+    """Ray's task of a plain function whose process ends with it, and so all that it has changed there."""
+    return _ray.remote(max_calls=1)(plain)
+
+
 def get(reference: Ref[T], timeout: float | None = None) -> T:
     """The value. Raises what its task raised, or Ray's error for what is lost or late (seconds)."""
     value: T = _ray.get(reference) if timeout is None else _ray.get(reference, timeout=timeout)

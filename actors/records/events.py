@@ -713,6 +713,27 @@ class SamplesFailed(RunEvent, event="samples_failed"):
         return f"no samples after {counted(self.step + 1, 'step')}{_because(self.why)}"
 
 
+class LoraFilesMade(RunEvent, event="lora_files"):
+    """The factors of a checkpoint are there as files for other programs, made while the run went on."""
+
+    step: int
+    files: tuple[str, ...]  # in the run's folder
+    seconds: float  # since the checkpoint was whole
+
+    def describe(self) -> str:
+        return f"LoRA files after {counted(self.step + 1, 'step')}: {', '.join(self.files)} ({self.seconds:.0f} s)"
+
+
+class LoraFilesFailed(RunEvent, event="lora_files_failed"):
+    """The factors of a checkpoint were not written as files. A resume tries again while the checkpoint is there."""
+
+    step: int
+    why: str
+
+    def describe(self) -> str:
+        return f"no LoRA files after {counted(self.step + 1, 'step')}{_because(self.why)}"
+
+
 class HeldOutMeasured(RunEvent, event="held_out"):
     """The loss of held-out clips at a checkpoint, measured while the run went on: the mean over all noise levels of all
     clips, of the clips of each bucket, and of the levels in each range. Two losses are of the same clips where both

@@ -32,7 +32,7 @@ from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
-from app.settings.run_folder import CONFIG, check_place, check_run_dir, run_dir
+from app.settings.run_folder import CONFIG, LORA, check_place, check_run_dir, run_dir
 from app.validation.clips import check_held_out
 from data.dataset.coverage import account, check_coverage
 from ops.counted import counted
@@ -150,8 +150,21 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         gib = host_weights_gib(model, config.train)
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
     print(f"storage   {_size(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
-    if size * (kept + 1) > free:
+    factors = _lora_bytes(config, count)
+    if factors:
+        form = config.checkpoint.lora_files
+        print(f"          at most {_size(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
+    if size * (kept + 1) + factors > free:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
+
+
+def _lora_bytes(config: RunConfig, count: int) -> int:
+    """What the files of `count` weights of factors take in the end: for Diffusers and ComfyUI, of all checkpoints."""
+    form = config.checkpoint.lora_files
+    if form == "off" or not config.model.dit.lora_rank:
+        return 0
+    written = replace(config.checkpoint, keep_last=0).num_kept(config.train.steps)
+    return 2 * (4 if form == "float32" else 2) * count * written
 
 
 def _encoders(model: ModelConfig, device: str) -> str:

@@ -13,6 +13,7 @@ from actors.records.events import (
     HeldOutFailed,
     KeepersSilent,
     LinkSlow,
+    LoraFilesFailed,
     MemoryShort,
     NodeRests,
     RunEvent,
@@ -43,5 +44,6 @@ ALERTS: tuple[type[RunEvent], ...] = (
     CheckpointFailed,
     CheckpointDamaged,
     SamplesFailed,
+    LoraFilesFailed,
     HeldOutFailed,
 )

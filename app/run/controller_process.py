@@ -20,6 +20,7 @@ from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
+from app.export.live import LiveLora
 from app.records.rundir import METRICS
 from app.records.tails import last_line
 from app.run.asides import RunAsides
@@ -111,7 +112,9 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         begins = last_line(folder / METRICS) is None
         missing = [*held_out.open(begins), *samples.open(begins)]
         asides = RunAsides([held_out, samples], config.sample.share)
-        with Recorder(folder, asides, guard, config, settings["changes"]) as recorder:
+        lora = LiveLora(config, folder)
+        lora.open()
+        with Recorder(folder, asides, guard, config, settings["changes"], lora=lora) as recorder:
             for event in missing:
                 recorder.on_event(replace(event, time=time.time()))
             runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])

@@ -1,8 +1,8 @@
 """`heddle train --resume --back-to N`: a run goes on from an earlier checkpoint of its own, and no file is deleted.
 
-What came after it lies in RUN/later-than-N-steps/ from then on: later checkpoints, plans and samples are moved there,
-metrics.jsonl and workers.jsonl copied, as their lines of later steps go when those steps are taken again (and are
-`recomputed` then). The position of the data and its counts are those of the checkpoint.
+What came after it lies in RUN/later-than-N-steps/ from then on: later checkpoints, plans, samples and LoRA files are
+moved there, metrics.jsonl and workers.jsonl copied, as their lines of later steps go when those steps are taken again
+(and are `recomputed` then). The position of the data and its counts are those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from pathlib import Path
 from actors.state.checkpoint_writer import root_of, step_of
 from app.inputs.checkpoints import later_folder, steps_of
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
+from app.settings.run_folder import LORA
 from ops.counted import counted
 
 _STEP = re.compile(r"step-(\d+)")
+_BESIDE = ("samples", "plans", LORA)  # folders of the run with files that are named after steps
 
 
 def set_aside(folder: Path, checkpoint: Path) -> str:
     """Make this checkpoint the run's newest. Returns what to tell of it; "" where nothing came after it. If it is cut
     short, the run goes on from this checkpoint or a later one."""
     later = _later(root_of(folder), checkpoint)
-    other = [path for name in ("samples", "plans") for path in _later(folder / name, checkpoint)]
+    other = [path for name in _BESIDE for path in _later(folder / name, checkpoint)]
     aside = later_folder(folder, checkpoint)
     part = aside.with_name(f".{aside.name}.part")  # until all is in it: one that was cut short is gone on with
     if not later and not other and not part.exists():
@@ -37,7 +39,7 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
         place.parent.mkdir(exist_ok=True)
         path.rename(place)
     part.rename(aside)
-    names = ", ".join(path.name for path in reversed(later)) or "samples and plans"
+    names = ", ".join(path.name for path in reversed(later)) or "samples, plans or LoRA files"
     steps = counted(steps_of(checkpoint), "step")
     return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far"
 

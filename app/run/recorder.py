@@ -13,12 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from actors.outcome import NotRecorded
+from actors.outcome import NotRecorded, Superseded
 from actors.records.events import EnvironmentSeen, HeldOutMeasured, RunEvent, RunFinished, SamplesMade, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
 from actors.step import StepAssignment
+from app.export.live import FINISH_S, LiveLora
 from app.records.rundir import ENVIRONMENT, OLDER_TIMELINE, TIMELINE
 from app.run.asides import RunAsides
 from app.run.train_reports import TrainReports
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _TIMELINE_BYTES = 128 * 2**20
 _PLANS = 1000
+_STOPPED_S = 30.0  # for LoRA files, where the run was asked to end: who asked may not wait long
 _EVENTS = 10_000  # that wait to be written; of more the newest
 # What may pass: a disk is full, or has become read-only; a file server does not answer, or has forgotten this client.
 _PASSING = frozenset(
@@ -60,18 +62,19 @@ class Recorder:
         config: RunConfig | None = None,
         changes: Sequence[str] = (),
         *,
+        lora: LiveLora | None = None,
         plans: int = _PLANS,
         timeline_bytes: int = _TIMELINE_BYTES,
     ) -> None:
-        """Inside Ray Train `asides` are given: then checkpoints are reported to Ray Train, and asides are made from
-        them. `guard` raises once this process must no longer write here. `config` names the trackers, which get it; it
-        is saved with the first step, and `changes` say what differs from the start before.
+        """Inside Ray Train `asides` and `lora` are given: then checkpoints are reported to Ray Train, and asides and
+        LoRA files are made from them. `guard` raises once this process must no longer write here. `config` names the
+        trackers, which get it; it is saved with the first step, and `changes` say what differs from the start before.
 
         The newest `plans` stay, and of the others one in this number. A timeline of more than `timeline_bytes` becomes
         OLDER_TIMELINE, in the place of the one before."""
         from app.records.metrics import Metrics
 
-        self._run_dir, self._asides, self._guard = run_dir, asides, guard
+        self._run_dir, self._asides, self._lora, self._guard = run_dir, asides, lora, guard
         self._plans, self._timeline_bytes = plans, timeline_bytes
         self._reports = TrainReports()
         self._unsaved, self._changes = config, tuple(changes)
@@ -82,6 +85,7 @@ class Recorder:
         self._timeline, self._events = LineFile(run_dir / TIMELINE), LineFile(run_dir / "events.jsonl")
         self._unwritten: deque[str] = deque(maxlen=_EVENTS)  # events
         self._timed: StepMetrics | None = None  # the newest step that is in the timeline
+        self._finished = False  # all steps are done
 
     def __enter__(self) -> Recorder:
         for event in self._metrics.quiet():
@@ -89,11 +93,14 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not any(exception):
+            with suppress(Superseded):
+                self._hear_of_lora(FINISH_S if self._finished else _STOPPED_S)
         with suppress(OSError):
             self._write_events()
         if self._unwritten:
             log.warning("%d events were not written, the last one: %s", len(self._unwritten), self._unwritten[-1])
-        for part in (self._asides, self._metrics, self._timeline, self._events, self._reports):
+        for part in (self._lora, self._asides, self._metrics, self._timeline, self._events, self._reports):
             if part is None:
                 continue
             try:
@@ -103,6 +110,7 @@ class Recorder:
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self._guard()
+        self._hear_of_lora()
         with _told(self._run_dir):
             self._write_events()
             self._save_settings()
@@ -140,6 +148,7 @@ class Recorder:
     def on_event(self, event: RunEvent) -> None:
         self._guard()
         if isinstance(event, RunFinished):
+            self._finished = True
             with suppress(NotRecorded), _told(self._run_dir):
                 self._save_settings()  # a resume that had nothing left to do
         self._write_event(event)
@@ -175,10 +184,25 @@ class Recorder:
             self._unwritten.clear()
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
+        if self._lora is not None:
+            self._lora.on_checkpoint(step)
+            self._hear_of_lora()
         if self._asides is None:
             return
         self._reports.put(step)
         for event in self._asides.on_checkpoint(step):
+            self.on_event(replace(event, time=time.time()))
+
+    def _hear_of_lora(self, finish_s: float | None = None) -> None:
+        """Tell what has become of LoRA files; with `finish_s` wait for the last ones, as the run has ended."""
+        if self._lora is None:
+            return
+        try:
+            events = self._lora.heard() if finish_s is None else self._lora.finish(finish_s)
+        except Exception:  # whatever it is, the run goes on
+            log.exception("it is not known what has become of LoRA files")
+            return
+        for event in events:
             self.on_event(replace(event, time=time.time()))
 
 

@@ -13,6 +13,7 @@ from ops.typed import ConfigError, as_plain
 from ops.whole_file import write_whole
 
 CONFIG = "config.yaml"
+LORA = "lora"  # in the run's folder: files of the factors, in a folder for each checkpoint
 
 
 def run_dir(config: RunConfig) -> Path:

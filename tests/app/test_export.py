@@ -82,9 +82,9 @@ def trained(config: RunConfig, seed: int) -> torch.nn.Module:
     return module
 
 
-def write_checkpoint(run: Path, config: RunConfig, filled: float | None = None) -> Path:
-    """A checkpoint of step 7; every weight is `filled`, if that is given."""
-    folder = checkpoint.step_folder(run / "checkpoints", 7)
+def write_checkpoint(run: Path, config: RunConfig, filled: float | None = None, step: int = 7) -> Path:
+    """A checkpoint of a run, whose folder is returned; every weight is `filled`, if that is given."""
+    folder = checkpoint.step_folder(run / "checkpoints", step)
     checkpoint.begin(folder)
     arrays, module = {}, None
     for name, seed in [("master", 1), ("ema", 2)]:
@@ -94,9 +94,9 @@ def write_checkpoint(run: Path, config: RunConfig, filled: float | None = None) 
     total = len(arrays["ema"])
     if filled is not None:
         arrays = {name: np.full_like(array, filled) for name, array in arrays.items()}
-    checkpoint.write_shard(folder, ShardState(updates=7, lo=0, hi=total, total=total, arrays=arrays))
+    checkpoint.write_shard(folder, ShardState(updates=step, lo=0, hi=total, total=total, arrays=arrays))
     parameters = [{"name": n, "shape": list(p.shape)} for n, p in module.named_parameters() if p.requires_grad]
-    checkpoint.seal(folder, {"step": 7, "parameters": parameters, "config": config.to_yaml()})
+    checkpoint.seal(folder, {"step": step, "parameters": parameters, "config": config.to_yaml()})
     return run
 
 

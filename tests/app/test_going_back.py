@@ -25,8 +25,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step in (9, 19, 29):
         write_checkpoint(folder, tiny_run(), step)
     begin(step_folder(folder / "checkpoints", 30))  # torn
-    for name in ("samples/step-9-01.mp4", "samples/step-29-01.mp4", "samples/mine.mp4", "plans/step-7.json"):
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name in (
+        *("samples/step-9-01.mp4", "samples/step-29-01.mp4", "samples/mine.mp4", "plans/step-7.json"),
+        *("lora/step-9/a.safetensors", "lora/step-29/a.safetensors"),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(name)
     (folder / "plans" / "step-11.json").touch()
     (folder / "metrics.jsonl").write_text(METRICS)
@@ -50,8 +53,10 @@ def test_what_came_later_is_moved_aside_and_nothing_is_lost(run: Path) -> None:
     aside = run / "later-than-10-steps"
     assert latest(aside / "checkpoints") == aside / "checkpoints" / "step-29", "a checkpoint, as it was"
     assert (aside / "metrics.jsonl").read_text() == METRICS
-    there = sorted(str(path.relative_to(aside)) for name in ("samples", "plans") for path in (aside / name).iterdir())
-    assert there == ["plans/step-11.json", "samples/step-29-01.mp4"]
+    there = sorted(
+        str(path.relative_to(aside)) for name in ("lora", "samples", "plans") for path in (aside / name).iterdir()
+    )
+    assert there == ["lora/step-29", "plans/step-11.json", "samples/step-29-01.mp4"]
     after = {name.removeprefix("later-than-10-steps/"): data for name, data in contents(run).items()}
     assert after == before
 
@@ -63,7 +68,7 @@ def test_a_move_that_is_cut_short_leaves_the_run_at_this_checkpoint_or_a_later_o
     rename, moved = Path.rename, []
 
     def rename_some(path: Path, place: Path) -> Path:
-        if len(moved) == 4:
+        if len(moved) == 5:
             raise OSError("the machine is gone")
         moved.append(path)
         return rename(path, place)

@@ -53,6 +53,7 @@ WORDS = {  # a value for every field that an event has
     "loss": 1.5,
     "grad_norm": 2.0,
     "samples": ("shard-0/clip-2",),
+    "files": ("lora/step-9/comfyui_lora_weights.safetensors",),
     "from_step": 0,
     "origin": "new",
     "data": {"indexed": 3},

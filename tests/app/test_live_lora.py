@@ -1,0 +1,315 @@
+"""LoRA files of a live run: those of `heddle export --lora-only`, from each checkpoint, whole, and never in the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent, RunFinished
+from actors.records.metrics_line import metrics_of
+from app.export import live
+from app.export.export import export
+from app.export.live import FINISH_S, LiveLora, LoraFilesReport
+from app.run.recorder import Recorder
+from app.settings.config import RunConfig
+from ops.typed import ConfigError
+from tests.app import test_export
+from tests.app.test_export import haar_run, pipeline_run, publish
+from tests.app.test_recorder import plan
+from tests.app.test_sample import tiny_run
+
+NAMES = ["comfyui_lora_weights.safetensors", "pytorch_lora_weights.safetensors"]
+
+
+def lora_run(**checkpoint: Any) -> RunConfig:
+    config = haar_run(lora_rank=2)
+    return replace(config, checkpoint=replace(config.checkpoint, **checkpoint))
+
+
+def write_checkpoint(run: Path, step: int, config: RunConfig | None = None, **more: Any) -> Path:
+    """Returns its folder."""
+    return test_export.write_checkpoint(run, config or lora_run(), step=step, **more) / "checkpoints" / f"step-{step}"
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+class Tasks:
+    """In place of Ray's: a task runs in this process when it is waited for, unless it hangs, or has lost its process
+    (`lost` times)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.cancelled: list[object] = []
+        self.hangs, self.lost = False, 0
+        monkeypatch.setattr(live, "task_of_its_own", lambda plain: self)
+        monkeypatch.setattr(live, "wait", lambda some, timeout: ([], some) if self.hangs else (some, []))
+        monkeypatch.setattr(live, "get", self.get)
+        monkeypatch.setattr(live, "cancel", self.cancelled.append)
+        monkeypatch.setattr(live.os, "nice", lambda by: None)
+
+    def options(self, **options: Any) -> Tasks:
+        assert options["num_cpus"] == options["max_retries"] == 0
+        return self
+
+    def remote(self, run_dir: str, steps: tuple[int, ...], dtype: str) -> Any:
+        self.asked.append(steps)
+        return (run_dir, steps, dtype)
+
+    def get(self, task: Any) -> LoraFilesReport:
+        if self.lost:
+            self.lost -= 1
+            raise ray.exceptions.WorkerCrashedError
+        return live.make(*task)
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
+    return Tasks(monkeypatch)
+
+
+def steps_of(events: Sequence[RunEvent]) -> list[tuple[str, int]]:
+    assert all(isinstance(event, LoraFilesMade | LoraFilesFailed) for event in events)
+    return [(event.event, event.step) for event in events]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_files_are_those_of_the_command_byte_for_byte(dtype: str, tmp_path: Path, tasks: Tasks) -> None:
+    config = pipeline_run(publish(tmp_path / "base"), lora_rank=2, lora_alpha=4.0)
+    config = replace(config, checkpoint=replace(config.checkpoint, lora_files=dtype))
+    run = tmp_path / "run"
+    run.mkdir()
+    write_checkpoint(run, 9, config)
+    lora = LiveLora(config, run)
+    lora.on_checkpoint(9)
+    (event,) = lora.heard()
+    assert isinstance(event, LoraFilesMade) and event.step == 9 and event.seconds >= 0
+    assert event.files == tuple(f"lora/step-9/{name}" for name in NAMES)
+    export(run / "checkpoints" / "step-9", tmp_path / "out", lora_only=True, dtype=dtype)
+    assert files_below(run / "lora") == [f"step-9/{name}" for name in NAMES], "nothing else, hidden or not"
+    for name in NAMES:
+        ours, theirs = run / "lora" / "step-9" / name, tmp_path / "out" / name
+        assert ours.read_bytes() == theirs.read_bytes() and ours.stat().st_mode == theirs.stat().st_mode
+    assert (run / "lora" / "step-9").stat().st_mode == (tmp_path / "out").stat().st_mode
+    assert event.describe().startswith(f"LoRA files after 10 steps: lora/step-9/{NAMES[0]}, lora/step-9/{NAMES[1]} (")
+
+
+@pytest.mark.parametrize("config", [tiny_run(), lora_run(lora_files="off")], ids=["no factors", "off"])
+def test_a_run_without_factors_and_one_that_does_not_want_them_has_none(
+    config: RunConfig, tmp_path: Path, tasks: Tasks
+) -> None:
+    write_checkpoint(tmp_path, 9)
+    lora = LiveLora(config, tmp_path)
+    lora.open()
+    lora.on_checkpoint(19)
+    assert lora.heard() == [] == lora.finish(FINISH_S) and not tasks.asked and not (tmp_path / "lora").exists()
+
+
+def test_one_task_at_a_time_and_no_checkpoint_is_left_out(tmp_path: Path, tasks: Tasks) -> None:
+    lora = LiveLora(lora_run(), tmp_path)
+    tasks.hangs = True
+    for step in (9, 19, 29):
+        write_checkpoint(tmp_path, step)
+        lora.on_checkpoint(step)
+        assert lora.heard() == []
+    assert tasks.asked == [(9,)]
+    tasks.hangs = False
+    assert steps_of(lora.heard()) == [("lora_files", 9)]
+    assert tasks.asked == [(9,), (19, 29)], "the oldest first: it is deleted first"
+    assert steps_of(lora.finish(FINISH_S)) == [("lora_files", 19), ("lora_files", 29)] and lora.heard() == []
+
+
+def test_a_resume_makes_those_that_are_missing_and_removes_what_a_killed_run_has_left(
+    tmp_path: Path, tasks: Tasks
+) -> None:
+    for step in (9, 19, 29):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "lora" / "step-19").mkdir(parents=True)
+    (tmp_path / "lora" / ".abc" / "made").mkdir(parents=True)
+    (tmp_path / "lora" / "step-3").mkdir()  # its checkpoint is deleted
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.open()
+    assert steps_of(lora.heard()) == [("lora_files", 9), ("lora_files", 29)]
+    assert sorted(path.name for path in (tmp_path / "lora").iterdir()) == ["step-19", "step-29", "step-3", "step-9"]
+
+
+def test_files_of_steps_that_were_taken_again_are_replaced(tmp_path: Path, tasks: Tasks) -> None:
+    before = tmp_path / "lora" / "step-9"
+    before.mkdir(parents=True)
+    (before / "old.safetensors").touch()
+    write_checkpoint(tmp_path, 9)
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.on_checkpoint(9)
+    assert steps_of(lora.heard()) == [("lora_files", 9)]
+    assert files_below(tmp_path / "lora") == [f"step-9/{name}" for name in NAMES]
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_read_to_its_end(
+    tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path, 9)
+    checkpoint_config = live.held_checkpoint
+
+    def held(checkpoint: Path, at: Path) -> Path:
+        links = checkpoint_config(checkpoint, at)
+        shutil.rmtree(folder)
+        return links
+
+    monkeypatch.setattr(live, "held_checkpoint", held)
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.on_checkpoint(9)
+    assert steps_of(lora.heard()) == [("lora_files", 9)]
+
+
+def test_a_full_disk_is_one_event_with_the_remedy_and_a_resume_tries_again(
+    tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 9)
+    write_checkpoint(tmp_path, 19)
+
+    def full(file: Path, tensors: object) -> None:
+        file.write_bytes(b"some")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.open()
+    with monkeypatch.context() as broken:
+        broken.setattr("ops.models.lora_files.write_tensors", full)
+        first, second = lora.heard()
+    assert steps_of([first, second]) == [("lora_files_failed", 9), ("lora_files_failed", 19)]
+    said = "No space left on device. Free space, or choose another path. A resume makes them"
+    assert said in first.describe()
+    assert f"heddle export --checkpoint {tmp_path} --after 10 --lora-only --to FOLDER" in first.describe()
+    assert list((tmp_path / "lora").iterdir()) == [] and lora.heard() == [], "nothing half written, and no second word"
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.open()
+    assert steps_of(lora.heard()) == [("lora_files", 9), ("lora_files", 19)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (lambda folder: shutil.rmtree(folder), "does not exist"),
+        (lambda folder: (folder / "meta.json").write_text("{}"), "checkpoints/step-9 is no complete checkpoint"),
+        (lambda folder: next(folder.glob("shard-*")).write_bytes(b"x"), "checkpoints/step-9 is no complete checkpoint"),
+    ],
+    ids=["deleted", "meta", "shard"],
+)
+def test_a_checkpoint_that_cannot_be_read_is_named_and_the_next_ones_are_made(
+    broken: Any, why: str, tmp_path: Path, tasks: Tasks
+) -> None:
+    folder = write_checkpoint(tmp_path, 9)
+    write_checkpoint(tmp_path, 19)
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.on_checkpoint(9)
+    lora.on_checkpoint(19)
+    broken(folder)
+    made, failed = lora.heard()
+    assert steps_of([made, failed]) == [("lora_files", 19), ("lora_files_failed", 9)]
+    assert isinstance(failed, LoraFilesFailed) and why in failed.why and "Traceback" not in failed.why
+
+
+def test_factors_that_are_not_finite_are_no_file(tmp_path: Path, tasks: Tasks) -> None:
+    write_checkpoint(tmp_path, 9, filled=float("nan"))
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.on_checkpoint(9)
+    (event,) = lora.heard()
+    assert isinstance(event, LoraFilesFailed) and "holds numbers that are not finite" in event.why
+
+
+@pytest.mark.parametrize(("lost", "ends"), [(2, "lora_files"), (3, "lora_files_failed")])
+def test_a_task_whose_process_is_lost_is_begun_again_but_not_for_ever(
+    lost: int, ends: str, tmp_path: Path, tasks: Tasks
+) -> None:
+    write_checkpoint(tmp_path, 9)
+    tasks.lost = lost
+    lora = LiveLora(lora_run(), tmp_path)
+    lora.on_checkpoint(9)
+    told = [event for _ in range(lost + 1) for event in lora.heard()]
+    assert steps_of(told) == [(ends, 9)] and len(tasks.asked) == 3
+
+
+def test_a_task_that_hangs_is_ended_and_the_next_checkpoint_has_its_own(
+    tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 9)
+    write_checkpoint(tmp_path, 19)
+    lora, tasks.hangs, now = LiveLora(lora_run(), tmp_path), True, time.monotonic()
+    lora.on_checkpoint(9)
+    assert lora.heard() == []
+    monkeypatch.setattr(live.time, "monotonic", lambda: now + 3700)
+    (event,) = lora.heard()
+    assert isinstance(event, LoraFilesFailed) and "was not written in 3600 s" in event.why and len(tasks.cancelled) == 1
+    tasks.hangs = False
+    lora.on_checkpoint(19)
+    assert steps_of(lora.heard()) == [("lora_files", 19)]
+
+
+def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, tasks: Tasks) -> None:
+    write_checkpoint(tmp_path, 9)
+    lora, tasks.hangs = LiveLora(lora_run(), tmp_path), True
+    lora.on_checkpoint(9)
+    (event,) = lora.finish(0.01)
+    assert isinstance(event, LoraFilesFailed) and "the run has ended, and they were not ready" in event.why
+    assert len(tasks.cancelled) == 1 and lora.heard() == []
+
+
+class Told:
+    """LoRA files as the recorder knows them: an event with every step, and one in the end."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+        self.broken = False
+
+    def on_checkpoint(self, step: int) -> None:
+        self.said.append(step)
+
+    def heard(self) -> list[RunEvent]:
+        if self.broken:
+            raise RuntimeError("Ray is gone")
+        return [LoraFilesMade(step=1, files=("a",), seconds=1.0)]
+
+    def finish(self, limit_s: float) -> list[RunEvent]:
+        self.said.append(limit_s)
+        return [LoraFilesMade(step=2, files=("b",), seconds=1.0)]
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+
+def events_in(folder: Path) -> list[tuple[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(line["event"], line.get("step")) for line in lines if line["event"] != "tracker_quiet"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_recorder_tells_of_them_and_waits_for_the_last_ones(finished: bool, tmp_path: Path) -> None:
+    told: Any = Told()
+    with Recorder(tmp_path, lora=told) as recorder:
+        recorder.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
+        recorder.on_checkpoint(tmp_path / "checkpoints" / "step-0", 0)
+        if finished:
+            recorder.on_event(RunFinished(time=1.0, step=0, ledger={}))
+    assert told.said == [0, 600.0 if finished else 30.0, "closed"]
+    ends = [("finish", 0)] if finished else []
+    assert events_in(tmp_path) == [("lora_files", 1), ("lora_files", 1), *ends, ("lora_files", 2)]
+
+
+def test_what_fails_there_is_no_harm_to_the_run_and_a_run_that_fails_does_not_wait(tmp_path: Path) -> None:
+    told: Any = Told()
+    told.broken = True
+    with pytest.raises(ConfigError, match="of the run"), Recorder(tmp_path, lora=told) as recorder:
+        recorder.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
+        raise ConfigError("of the run")
+    assert told.said == ["closed"] and (tmp_path / "metrics.jsonl").stat().st_size > 0
