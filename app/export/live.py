@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ _AT_ONCE = 4  # checkpoints of one task, of those that are missing at a resume
 _TRIES = 3  # of a checkpoint whose task's process or node was lost
 _NICE = 15
 _LOOK_S = 0.5
-_HELD = re.compile(rf"{LORA}/\.\w+/step-\d+")
+_HELD = re.compile(rf"{LORA}/\.checkpoint-(\d+)")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +56,7 @@ class _Due:
     """A checkpoint whose files are to be made."""
 
     since: float  # monotonic seconds
+    checkpoint: Path  # links to its files, which stay when the run deletes it
     losses: int = 0  # of its task
 
 
@@ -85,13 +86,16 @@ class LiveLora:
             shutil.rmtree(left, ignore_errors=True)
         there = [step_of(folder) for folder in complete(root_of(self._run_dir))]
         missing = [step for step in there if not _folder_of(self._run_dir, step).is_dir()]
-        self._due = {step: _Due(since=time.monotonic()) for step in missing}
+        for step in missing:
+            self.on_checkpoint(step)
 
     def on_checkpoint(self, step: int) -> None:
         """The checkpoint of `step` is whole. Files that are there are of another one, before its steps were taken
         again."""
         if self._is_on:
-            self._due[step] = _Due(since=time.monotonic())
+            held_at = self._run_dir / LORA / f".checkpoint-{step}"
+            held = held_checkpoint(step_folder(root_of(self._run_dir), step), held_at)
+            self._due[step] = _Due(since=time.monotonic(), checkpoint=held)
 
     def heard(self) -> list[RunEvent]:
         """What has become of them since the last call; what is due is begun."""
@@ -109,17 +113,19 @@ class LiveLora:
 
     def close(self) -> None:
         """Nothing is waited for."""
-        self._due = {}
         if self._running is not None:
             cancel(self._running)
             self._running = None
+        for step in list(self._due):
+            self._let_go(step)
 
     def _begin(self) -> None:
         if self._running is not None or not self._due:
             return
         self._asked, self._began = tuple(sorted(self._due)[:_AT_ONCE]), time.monotonic()
+        checkpoints = {step: str(self._due[step].checkpoint) for step in self._asked}
         task = task_of_its_own(make).options(num_cpus=0, max_retries=0, name="lora files")
-        self._running = task.remote(str(self._run_dir), self._asked, self._dtype)
+        self._running = task.remote(str(self._run_dir), checkpoints, self._dtype)
 
     def _hear(self, timeout_s: float) -> list[RunEvent]:
         self._begin()
@@ -145,7 +151,8 @@ class LiveLora:
             return self._lost(one_line(error))
         events: list[RunEvent] = []
         for step, files in report.made.items():
-            seconds = round(time.monotonic() - self._due.pop(step).since, 3)
+            seconds = round(time.monotonic() - self._due[step].since, 3)
+            self._let_go(step)
             events.append(LoraFilesMade(step=step, files=files, seconds=seconds))
         return events + [self._failed(step, why) for step, why in report.failed.items()]
 
@@ -158,34 +165,39 @@ class LiveLora:
         return events
 
     def _failed(self, step: int, why: str) -> LoraFilesFailed:
-        del self._due[step]
+        self._let_go(step)
         command = f"heddle export --checkpoint {self._run_dir} --after {step + 1} --lora-only --to FOLDER"
         remedy = f"A resume makes them while the checkpoint is there, and so does `{command}`"
         return LoraFilesFailed(step=step, why=f"{why}. {remedy}")
+
+    def _let_go(self, step: int) -> None:
+        if (held := self._due.pop(step).checkpoint).parent.name == LORA:
+            shutil.rmtree(held, ignore_errors=True)
 
 
 def _folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / LORA / f"step-{step}"
 
 
-def make(run_dir: str, steps: Sequence[int], dtype: str) -> LoraFilesReport:
-    """Runs in the task: the files of these checkpoints, one after the other."""
+def make(run_dir: str, checkpoints: Mapping[int, str], dtype: str) -> LoraFilesReport:
+    """Runs in the task: the files of these checkpoints, one after the other. Their folders are by step."""
     os.nice(_NICE)
     report = LoraFilesReport()
-    for step in steps:
+    for step, checkpoint in checkpoints.items():
         try:
-            report.made[step] = write(Path(run_dir), step, dtype)
+            report.made[step] = write(Path(run_dir), step, Path(checkpoint), dtype)
         except Exception as error:  # the boundary of a process: the others are made
             if not is_ours(error):
                 log.exception("no LoRA files after %s", counted(step + 1, "step"))
             name = "" if is_ours(error) else f"{type(error).__name__}: "
-            said = _HELD.sub(rf"checkpoints/step-{step}", one_line(error))  # where the links were is no help
+            said = _HELD.sub(r"checkpoints/step-\1", one_line(error))  # the links are gone when it is read
             report.failed[step] = f"{name}{said}".rstrip(".")
     return report
 
 
-def write(run_dir: Path, step: int, dtype: str) -> tuple[str, ...]:
-    """Write the files of a checkpoint, in place of those that are there; returns their names in the run's folder.
+def write(run_dir: Path, step: int, checkpoint: Path, dtype: str) -> tuple[str, ...]:
+    """Write the files of the checkpoint of `step`, in place of those that are there; returns their names, from the
+    run's folder on.
 
     Raises what `export` raises, and OSError.
     """
@@ -193,8 +205,7 @@ def write(run_dir: Path, step: int, dtype: str) -> tuple[str, ...]:
 
     target = _folder_of(run_dir, step)
     target.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".", ignore_cleanup_errors=True) as beside:
-        checkpoint = held_checkpoint(step_folder(root_of(run_dir), step), Path(beside) / target.name)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".made-", ignore_cleanup_errors=True) as beside:
         made = export(checkpoint, Path(beside) / "made", lora_only=True, dtype=dtype).folder
         names = tuple(sorted(file.name for file in made.iterdir()))
         for name in names:

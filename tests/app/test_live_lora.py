@@ -24,7 +24,7 @@ from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 from tests.app import test_export
-from tests.app.test_export import haar_run, pipeline_run, publish
+from tests.app.test_export import haar_run
 from tests.app.test_recorder import plan
 from tests.app.test_sample import tiny_run
 
@@ -63,9 +63,9 @@ class Tasks:
         assert options["num_cpus"] == options["max_retries"] == 0
         return self
 
-    def remote(self, run_dir: str, steps: tuple[int, ...], dtype: str) -> Any:
-        self.asked.append(steps)
-        return (run_dir, steps, dtype)
+    def remote(self, run_dir: str, checkpoints: dict[int, str], dtype: str) -> Any:
+        self.asked.append(tuple(checkpoints))
+        return (run_dir, checkpoints, dtype)
 
     def get(self, task: Any) -> LoraFilesReport:
         if self.lost:
@@ -86,10 +86,7 @@ def steps_of(events: Sequence[RunEvent]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_files_are_those_of_the_command_byte_for_byte(dtype: str, tmp_path: Path, tasks: Tasks) -> None:
-    config = pipeline_run(publish(tmp_path / "base"), lora_rank=2, lora_alpha=4.0)
-    config = replace(config, checkpoint=replace(config.checkpoint, lora_files=dtype))
-    run = tmp_path / "run"
-    run.mkdir()
+    config, run = lora_run(lora_files=dtype), tmp_path / "run"
     write_checkpoint(run, 9, config)
     lora = LiveLora(config, run)
     lora.on_checkpoint(9)
@@ -155,21 +152,17 @@ def test_files_of_steps_that_were_taken_again_are_replaced(tmp_path: Path, tasks
     assert files_below(tmp_path / "lora") == [f"step-9/{name}" for name in NAMES]
 
 
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_read_to_its_end(
-    tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_checkpoint(tmp_path, 9)
-    checkpoint_config = live.held_checkpoint
-
-    def held(checkpoint: Path, at: Path) -> Path:
-        links = checkpoint_config(checkpoint, at)
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_read_to_its_end(tmp_path: Path, tasks: Tasks) -> None:
+    """Also one whose turn comes late."""
+    lora, tasks.hangs = LiveLora(lora_run(), tmp_path), True
+    for step in (9, 19, 29):
+        folder = write_checkpoint(tmp_path, step)
+        lora.on_checkpoint(step)
+        assert lora.heard() == []
         shutil.rmtree(folder)
-        return links
-
-    monkeypatch.setattr(live, "held_checkpoint", held)
-    lora = LiveLora(lora_run(), tmp_path)
-    lora.on_checkpoint(9)
-    assert steps_of(lora.heard()) == [("lora_files", 9)]
+    tasks.hangs = False
+    assert steps_of(lora.finish(FINISH_S)) == [("lora_files", 9), ("lora_files", 19), ("lora_files", 29)]
+    assert not any(path.name.startswith(".") for path in (tmp_path / "lora").iterdir()), "its disk space is free"
 
 
 def test_a_full_disk_is_one_event_with_the_remedy_and_a_resume_tries_again(
@@ -200,11 +193,11 @@ def test_a_full_disk_is_one_event_with_the_remedy_and_a_resume_tries_again(
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
-        (lambda folder: shutil.rmtree(folder), "does not exist"),
+        (lambda folder: (folder / "COMPLETE").unlink(), "checkpoints/step-9 is no complete checkpoint"),
         (lambda folder: (folder / "meta.json").write_text("{}"), "checkpoints/step-9 is no complete checkpoint"),
         (lambda folder: next(folder.glob("shard-*")).write_bytes(b"x"), "checkpoints/step-9 is no complete checkpoint"),
     ],
-    ids=["deleted", "meta", "shard"],
+    ids=["incomplete", "meta", "shard"],
 )
 def test_a_checkpoint_that_cannot_be_read_is_named_and_the_next_ones_are_made(
     broken: Any, why: str, tmp_path: Path, tasks: Tasks
@@ -212,9 +205,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_next_ones_are_made(
     folder = write_checkpoint(tmp_path, 9)
     write_checkpoint(tmp_path, 19)
     lora = LiveLora(lora_run(), tmp_path)
+    broken(folder)
     lora.on_checkpoint(9)
     lora.on_checkpoint(19)
-    broken(folder)
     made, failed = lora.heard()
     assert steps_of([made, failed]) == [("lora_files", 19), ("lora_files_failed", 9)]
     assert isinstance(failed, LoraFilesFailed) and why in failed.why and "Traceback" not in failed.why
