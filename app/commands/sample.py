@@ -46,10 +46,15 @@ class _Material:
     ] = None
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="What to show. Repeatable; default: sample.prompts of the run's config."),
+        typer.Option(
+            "--prompt",
+            help="What to show; options of its own may follow (--w 832 --h 480 --f 81, as in sample.prompts). "
+            "Repeatable; default: sample.prompts of the run's config.",
+        ),
     ] = None
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", help="Text file, one prompt per line, after those of --prompt.")
+        Path | None,
+        typer.Option("--prompts", help="Text file, one prompt per line, after those of --prompt; # begins a comment."),
     ] = None
     images: Annotated[
         list[Path] | None,
@@ -94,10 +99,15 @@ class _Material:
         return [LoraFile(path=str(file), scale=scale) for file, scale in zip(files, each, strict=True)]
 
     def texts(self) -> list[str]:
-        """The prompts that were given; none where those of the run are meant. Raises ConfigError."""
+        """The prompts that were given; none where those of the run are meant. Raises ConfigError, and ValueError for
+        options of a prompt that are none."""
+        from app.settings.prompt_line import PromptLine
         from app.settings.prompts import read_prompts
 
-        return [*(self.prompts or []), *(read_prompts(self.prompts_file) if self.prompts_file else [])]
+        found = [*(self.prompts or []), *(read_prompts(self.prompts_file) if self.prompts_file else [])]
+        for prompt in found:
+            PromptLine.of(prompt)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

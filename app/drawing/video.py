@@ -65,10 +65,12 @@ def sheet_frames(video: np.ndarray) -> np.ndarray:
 
 
 def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str], columns: int = 1) -> None:
-    """One PNG: each clip a strip of frames under its title, `columns` clips side by side."""
-    cells = [_cell(video, title) for video, title in zip(videos, titles, strict=True)]
+    """One PNG: each clip a strip of frames under its title, `columns` clips side by side, each as wide as the widest
+    strip."""
+    strips = [_strip(video) for video in videos]
+    width = max(strip.width for strip in strips)
+    cells = [_cell(strip, title, width) for strip, title in zip(strips, titles, strict=True)]
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
-    width = max(cell.width for cell in cells)
     heights = [max(cell.height for cell in row) for row in rows]
     sheet = Image.new("RGB", (columns * (width + _GAP) + _GAP, sum(heights) + _GAP * (len(rows) + 1)), _PAPER)
     top = _GAP
@@ -80,20 +82,26 @@ def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str
     sheet.save(path)
 
 
-def _cell(video: np.ndarray, title: str) -> Image.Image:
+def _strip(video: np.ndarray) -> Image.Image:
+    """Frames of a clip side by side."""
     _check(video)
     scale = max(1, -(-_MIN_HEIGHT // video.shape[1]))
     frames = [np.repeat(np.repeat(frame, scale, axis=0), scale, axis=1) for frame in sheet_frames(video)]
     height, width, _ = frames[0].shape
-    total = len(frames) * (width + _GAP) - _GAP
+    strip = Image.new("RGB", (len(frames) * (width + _GAP) - _GAP, height), _PAPER)
+    for index, frame in enumerate(frames):
+        strip.paste(Image.fromarray(frame), (index * (width + _GAP), 0))
+    return strip
+
+
+def _cell(strip: Image.Image, title: str, width: int) -> Image.Image:
     font = font_of(title)
-    lines = lines_of(title, total, font) or [""]
-    cell = Image.new("RGB", (total, height + LINE * len(lines) + _GAP), _PAPER)
+    lines = lines_of(title, width, font) or [""]
+    cell = Image.new("RGB", (width, strip.height + LINE * len(lines) + _GAP), _PAPER)
     draw = ImageDraw.Draw(cell)
     for number, line in enumerate(lines):
         draw.text((2, LINE * number), line, fill=_INK, font=font)
-    for index, frame in enumerate(frames):
-        cell.paste(Image.fromarray(frame), (index * (width + _GAP), LINE * len(lines) + _GAP))
+    cell.paste(strip, (0, LINE * len(lines) + _GAP))
     return cell
 
 

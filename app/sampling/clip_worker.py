@@ -16,7 +16,7 @@ from actors.ray_calls import node_address
 from actors.refs import Method, Ref
 from app.device.choice import device_name
 from app.drawing.video import mp4_of, sheet_frames
-from app.sampling.clips import ClipOrder, ClipSettings, make_clips
+from app.sampling.clips import ClipOrder, ClipSettings, groups_of, make_clips
 from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.prompts import EncodedPrompts, PromptRows
 from app.sampling.ways import BagWay, Halves, cheapest_way
@@ -64,10 +64,11 @@ class ClipJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipWork:
-    """Which neighbouring prompts a worker makes, and the pictures that their clips start from, if any."""
+    """What a worker makes of neighbouring prompts: all but their texts and seeds is the same."""
 
-    number: int  # of the first of them
-    first: tuple[np.ndarray, ...] = ()
+    settings: ClipSettings
+    seeds: tuple[int, ...]
+    first: tuple[np.ndarray, ...] = ()  # the pictures that their clips start from, if any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +90,16 @@ class ClipWorker:
         self._half: Group | None = None
         self._store: torch.distributed.TCPStore | None = None
 
-    def encode(self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray] = ()) -> Iterator[PromptRows]:
-        """The negative prompt, then all prompts in their order: by one worker for all, before it loads the model.
-        Raises what `saved_model` raises."""
-        told = _saved(job).encode(prompts, job.settings.negative_prompt, first)
-        for rows in (told.negative, *told.prompts):  # noqa: UP028  (Ray drives no `yield from`)
-            yield rows
+    def encode(
+        self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray | None] = ()
+    ) -> Iterator[PromptRows]:
+        """The negative prompt, then the prompts, of each of the `groups_of` them: by one worker for all, before it
+        loads the model. Raises what `saved_model` raises."""
+        groups = groups_of(prompts, job.settings, first)
+        asked = [(group.texts, group.settings.negative_prompt, group.first) for group in groups]
+        for told in _saved(job).encode_each(asked):
+            for rows in (told.negative, *told.prompts):  # noqa: UP028  (Ray drives no `yield from`)
+                yield rows
 
     def load(self, job: ClipJob) -> None:
         """Raises what `saved_model` raises."""
@@ -139,12 +144,14 @@ class ClipWorker:
         """Clips of prompts that have been encoded. In a bag all call it at once, and rank 0 returns the clips."""
         assert self._job is not None and self._model is not None, "load comes first"
         begin = time.perf_counter()
-        given, train = self._job.settings, self._model.config.train
+        train = self._model.config.train
         # a published pipeline is in bfloat16 on a GPU, which the machine that makes clips may not have
-        sampler = replace(given.sampler, autocast=train.autocast == "bfloat16")
-        settings = replace(given, seed=given.seed + work.number, sampler=sampler)
+        sampler = replace(work.settings.sampler, autocast=train.autocast == "bfloat16")
+        settings = replace(work.settings, sampler=sampler)
         prompts = EncodedPrompts(prompts=told, negative=negative)
-        videos = make_clips(self._model, prompts, settings, work.first, group=self._group, half=self._half)
+        videos = make_clips(
+            self._model, prompts, settings, work.first, group=self._group, half=self._half, seeds=work.seeds
+        )
         made = [MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video)) for video in videos]
         return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
 
@@ -154,7 +161,7 @@ class EncodeMethod(Protocol):
 
     def options(self, *, num_returns: Literal["streaming"]) -> EncodeMethod: ...
     def remote(
-        self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray]
+        self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray | None]
     ) -> Iterator[Ref[PromptRows]]: ...
 
 

@@ -13,9 +13,10 @@ import torch
 
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling.model import Model, SavedModel, saved_model
-from app.sampling.pictures import read_pictures
+from app.sampling.pictures import Wanted, for_each, read_picture
 from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
+from app.settings.prompt_line import PromptLine, about_prompt
 from ops.comm.collectives import Group
 from ops.config import ForcingSchedule
 from ops.flow.forced_sampling import sample_forced
@@ -59,6 +60,20 @@ class ClipChanges:
     forcing: Mapping[str, float] = field(default_factory=dict)  # settings of `ForcingSchedule`, by their names
     no_forcing: bool = False  # all frames at once, whatever sample.forcing says
 
+    @staticmethod
+    def of_line(line: PromptLine) -> ClipChanges:
+        """What the options of a prompt change for its clip."""
+        return ClipChanges(
+            frames=line.frames,
+            height=line.height,
+            width=line.width,
+            seed=line.seed,
+            steps=line.steps,
+            guidance_scale=line.guidance_scale,
+            flow_shift=line.flow_shift,
+            negative_prompt=line.negative_prompt,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings:
@@ -68,7 +83,7 @@ class ClipSettings:
     height: int
     width: int
     fps: float
-    seed: int  # prompt number i gets seed + i
+    seed: int  # prompt number i gets seed + i, unless its line has one
     sampler: SamplerConfig
     negative_prompt: str = ""
     decode_timestep: float = 0.0
@@ -149,12 +164,29 @@ class ClipSettings:
             else _given(changes.decode_noise_scale, self.decode_noise_scale),
         )
 
+    def of_each(self, prompts: Sequence[str]) -> list[ClipSettings]:
+        """Those of each prompt, by the options on its line, with the seed of its own clip. Raises ConfigError, naming
+        the prompt, for what cannot be sampled."""
+        found = []
+        for number, prompt in enumerate(prompts):
+            asked = PromptLine.of(prompt)
+            with about_prompt(number, prompt):
+                own = self.changed(ClipChanges.of_line(asked))
+            found.append(own if asked.seed is not None else replace(own, seed=self.seed + number))
+        return found
+
     def forwards(self, geometry: Geometry) -> int:
         """How often a clip goes through the transformer with its prompt."""
         if self.sampler.forcing is None:
             return self.sampler.steps
         frames = geometry.token_grid(self.frames, self.height, self.width)[0]
         return forwards(self.sampler.forcing, frames, geometry.vae_stride[0], self.sampler.steps)
+
+    @property
+    def work(self) -> float:
+        """What a clip costs, for comparison with another one of the same model: pixels times forwards."""
+        passes = self.sampler.steps * (2 if self.sampler.is_guided else 1)
+        return float(self.frames * self.height * self.width * passes)
 
     def decode_noise(self, seed: int) -> DecodeNoise:
         """What a decoder that takes some gets for the clip of this seed."""
@@ -174,8 +206,8 @@ class ClipOrder:
     other: Path | None
     loras: tuple[LoraFile, ...]
     ema: bool
-    prompts: tuple[str, ...]
-    first: tuple[np.ndarray, ...]  # the `first_frames`
+    prompts: tuple[str, ...]  # with the options on their lines
+    first: tuple[np.ndarray | None, ...]  # the `first_frames`
     settings: ClipSettings
     config: RunConfig
     geometry: Geometry
@@ -196,47 +228,109 @@ def first_frames(
     images: Sequence[str | Path] = (),
     option: str = "",
     last_images: Sequence[str | Path] = (),
-) -> list[np.ndarray]:
+) -> list[np.ndarray | None]:
     """The pictures that each clip is made from, for a transformer that takes some: uint8 [1, height, width, 3], or [2,
-    ...] with the last frame, for one that takes that, too. Else nothing.
+    ...] with the last frame, for one that takes that, too; None for a prompt without, where it need not have one. Else
+    nothing.
 
-    `images` were given by `option`, `last_images` by its double for last frames; without them those of the run's config
-    are used. Raises ConfigError where there are none, where the transformer takes none, and for broken ones.
+    A prompt's own ones come first (--i and --ei on its line). `images` were given by `option`, `last_images` by its
+    double for last frames; without them those of the run's config are used. Raises ConfigError where there are none,
+    where the transformer takes none, and for broken ones.
     """
-    sample, dit = config.sample, config.model.dit
+    sample, dit, lines = config.sample, config.model.dit, [PromptLine.of(prompt) for prompt in prompts]
     if last_images and not dit.takes_last_frame:
         raise ConfigError("--last-image is given, but this transformer takes no last frame; leave it out.")
-    may = dit.frame_times and config.train.flow.knows_given_frames
-    if not dit.starts_from_image and not (may and (images or sample.images)):
+    for number, line in enumerate(lines):
+        if line.last_image and not dit.takes_last_frame:
+            raise ConfigError(f"prompt {number} has --ei, and this transformer takes no last frame; leave it out.")
+    may, own = dit.frame_times and config.train.flow.knows_given_frames, any(line.image for line in lines)
+    if not dit.starts_from_image and not (may and (images or sample.images or own)):
         if images:
             raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
+        if own:
+            number = next(number for number, line in enumerate(lines) if line.image)
+            raise ConfigError(
+                f"prompt {number} has --i, and this transformer makes video from text alone; leave it out."
+            )
         return []
     of_run = not images and not last_images and list(prompts) == list(sample.prompts)
     given, where = (sample.images, "sample.images") if of_run else (images, option)
-    if not given:
-        if may:
-            return []
+    wanted = for_each(given, [line.image for line in lines], where)
+    if not any(wanted) and may:
+        return []
+    if None in wanted and not may:
         raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
-    first = read_pictures(given, len(prompts), settings.height, settings.width, where)
+    sizes = [(own.height, own.width) for own in settings.of_each(prompts)]
+    first = _read(wanted, sizes)
     if not dit.takes_last_frame:
-        return [picture[None] for picture in first]
+        return [None if picture is None else picture[None] for picture in first]
     given, where = (sample.last_images, "sample.last_images") if of_run else (last_images, "--last-image")
-    if not given:
+    wanted = for_each(given, [line.last_image for line in lines], where)
+    if None in wanted:
         raise ConfigError(
             "this transformer makes clips between two pictures: give --last-image as well, one for all prompts or one "
             "for each."
         )
-    last = read_pictures(given, len(prompts), settings.height, settings.width, where)
-    return [np.stack(pair) for pair in zip(first, last, strict=True)]
+    last = _read(wanted, sizes)
+    return [np.stack([a, b]) for a, b in zip(first, last, strict=True) if a is not None and b is not None]
+
+
+def _read(wanted: Sequence[Wanted | None], sizes: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
+    """The pictures in their sizes, each read once."""
+    files = dict.fromkeys((one, size) for one, size in zip(wanted, sizes, strict=True) if one is not None)
+    read = {(one, size): read_picture(*one, *size) for one, size in files}
+    return [read[one, size] if one is not None else None for one, size in zip(wanted, sizes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ClipGroup:
+    """Prompts whose clips have all but their texts, seeds and pictures in common, by their numbers."""
+
+    numbers: tuple[int, ...]
+    texts: tuple[str, ...]
+    settings: ClipSettings  # of which the seed does not count
+    seeds: tuple[int, ...]
+    first: tuple[np.ndarray, ...]  # of each, or none
+
+
+def groups_of(
+    prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray | None] = ()
+) -> list[ClipGroup]:
+    """The prompts in groups, in the order of the first ones in them: one group where no line has options."""
+    groups: list[tuple[ClipSettings, bool, list[int]]] = []
+    each = settings.of_each(prompts)
+    for number, own in enumerate(each):
+        alike, pictured = replace(own, seed=0), bool(first) and first[number] is not None
+        found = next((numbers for other, has, numbers in groups if (other, has) == (alike, pictured)), None)
+        if found is None:
+            groups.append((alike, pictured, [number]))
+        else:
+            found.append(number)
+    return [
+        ClipGroup(
+            numbers=tuple(numbers),
+            texts=tuple(PromptLine.of(prompts[number]).text for number in numbers),
+            settings=own,
+            seeds=tuple(each[number].seed for number in numbers),
+            first=tuple(picture for number in numbers if pictured and (picture := first[number]) is not None),
+        )
+        for own, pictured, numbers in groups
+    ]
 
 
 def clips_of(
-    saved: SavedModel, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray] = ()
+    saved: SavedModel, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray | None] = ()
 ) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer takes them. Prompts are
-    encoded once, before the transformer is there."""
-    told = saved.encode(prompts, settings.negative_prompt, first)
-    return make_clips(saved.load(), told, settings, first)
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer takes them; what a prompt's
+    line says instead of `settings` counts for its clip. Prompts are encoded once, before the transformer is there."""
+    groups = groups_of(prompts, settings, first)
+    told = saved.encode_each([(group.texts, group.settings.negative_prompt, group.first) for group in groups])
+    model = saved.load()
+    clips: dict[int, np.ndarray] = {}
+    for group, rows in zip(groups, told, strict=True):
+        made = make_clips(model, rows, group.settings, group.first, seeds=group.seeds)
+        clips.update(zip(group.numbers, made, strict=True))
+    return [clips[number] for number in range(len(prompts))]
 
 
 def make_clips(
@@ -247,11 +341,13 @@ def make_clips(
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
     half: Group | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[np.ndarray]:
-    """The same from encoded prompts. With a group every rank calls it and the first gets the clips, the others none:
+    """Clips of these settings from encoded prompts, with the `seeds`, by default that of the settings and those that
+    follow it. With a group every rank calls it and the first gets the clips, the others none:
     they denoise and decode together. With a `half` of it, guidance's two branches run side by side."""
     _check_frames(model, settings, from_picture=bool(first))
-    requests = clip_requests(model, told, settings, first)
+    requests = clip_requests(model, told, settings, first, seeds)
     dropped = FirstFrame.of(model.config.model).dropped_frames
     clips = []
     for batch in _batches(requests, batch_limit(settings, model.geometry)):
@@ -284,9 +380,14 @@ def _check_frames(model: Model, settings: ClipSettings, from_picture: bool) -> N
 
 
 def clip_requests(
-    model: Model, told: EncodedPrompts, settings: ClipSettings, first: Sequence[np.ndarray] = ()
+    model: Model,
+    told: EncodedPrompts,
+    settings: ClipSettings,
+    first: Sequence[np.ndarray] = (),
+    seeds: Sequence[int] | None = None,
 ) -> list[SampleRequest]:
     """What the sampler is asked for, one for each prompt."""
+    seeds = range(settings.seed, settings.seed + len(told.prompts)) if seeds is None else seeds
     requests = [
         SampleRequest(
             text=rows.text,
@@ -296,9 +397,9 @@ def clip_requests(
             frames=settings.frames,
             height=settings.height,
             width=settings.width,
-            seed=settings.seed + index,
+            seed=seed,
         )
-        for index, rows in enumerate(told.prompts)
+        for seed, rows in zip(seeds, told.prompts, strict=True)
     ]
     return [_told_of(model, *pair) for pair in zip(requests, first, strict=True)] if first else requests
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from actors.memory_kills import in_short
 from actors.ray_calls import get, get_all, kill, put, remote_of, resources, wait
 from actors.refs import Ref
 from app.sampling.clip_worker import COLLECTIVE_S, ClipJob, ClipWork, ClipWorkerHandle, MadeClip
+from app.sampling.clips import ClipSettings, groups_of
 from app.sampling.prompts import PromptRows
 from app.sampling.ways import BagWay
 from ops.typed import ConfigError
@@ -45,15 +46,15 @@ class ClipCrew:
         self._unused = [self._start() for _ in range(size)]  # of the members: they have no task yet
         self.members = list(self._unused)
 
-    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray]) -> list[Ref[PromptRows]]:
-        """References to the rows of the negative prompt and of all prompts, by the first member, which loads the model
-        afterwards. They are this process's own: no worker's end loses them."""
+    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray | None], count: int) -> list[Ref[PromptRows]]:
+        """References to the `count` rows of negative prompts and prompts (`ClipWorker.encode`), by the first member,
+        which loads the model afterwards. They are this process's own: no worker's end loses them."""
         import ray
 
         stream = self._unused[0].encode.options(num_returns="streaming").remote(self._job, prompts, first)
         waited: Any = stream  # Ray waits for one, too, which its types leave out
         rows: list[Ref[PromptRows]] = []
-        while len(rows) <= len(prompts):
+        while len(rows) < count:
             ready, _ = ray.wait([waited], timeout=START_S, fetch_local=False)
             if not ready:
                 raise CrewError(f"the prompts are not encoded after {START_S:.0f} s.")
@@ -117,27 +118,49 @@ class ClipCrew:
         return get_all(calls)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedJob:
-    """All that is to be made, encoded."""
+    """All that is to be made, encoded. All but `prompts` is by number of the prompt."""
 
     prompts: Sequence[str]
-    first: Sequence[np.ndarray]
-    negative: Ref[PromptRows]
-    rows: dict[int, Ref[PromptRows]]  # by number of the prompt
+    first: dict[int, np.ndarray]
+    settings: dict[int, ClipSettings]  # with the seed of each
+    groups: dict[int, int] = field(default_factory=dict)  # prompts of one may be made together
+    negative: dict[int, Ref[PromptRows]] = field(default_factory=dict)
+    rows: dict[int, Ref[PromptRows]] = field(default_factory=dict)
 
     @staticmethod
-    def of(crew: ClipCrew, prompts: Sequence[str], first: Sequence[np.ndarray], wanted: Sequence[int]) -> EncodedJob:
+    def of(
+        crew: ClipCrew, prompts: Sequence[str], first: Sequence[np.ndarray | None], wanted: Sequence[int]
+    ) -> EncodedJob:
         """With the prompts of these numbers."""
+        given, settings = [prompts[index] for index in wanted], crew.job.settings.of_each(prompts)
         pictures = [first[index] for index in wanted] if first else []
-        negative, *rows = crew.encode([prompts[index] for index in wanted], pictures)
-        return EncodedJob(prompts, first, negative, dict(zip(wanted, rows, strict=True)))
+        groups = groups_of(given, crew.job.settings, pictures)
+        rows = iter(crew.encode(given, pictures, len(wanted) + len(groups)))
+        found = EncodedJob(
+            prompts=prompts,
+            first={index: one for index, one in enumerate(first) if one is not None},
+            settings=dict(enumerate(settings)),
+        )
+        for name, group in enumerate(groups):
+            negative = next(rows)
+            for index in (wanted[number] for number in group.numbers):
+                found.groups[index], found.negative[index], found.rows[index] = name, negative, next(rows)
+        return found
+
+    def work(self, chunk: Sequence[int]) -> float:
+        """What each clip of the chunk costs."""
+        return self.settings[chunk[0]].work
 
     def begin(self, handle: ClipWorkerHandle, chunk: Sequence[int]) -> Ref[list[MadeClip]]:
-        """Has a worker make the clips of these prompts."""
-        pictures = tuple(self.first[index] for index in chunk) if self.first else ()
-        work = ClipWork(number=chunk[0], first=pictures)
-        return handle.make.remote(work, self.negative, *(self.rows[index] for index in chunk))
+        """Has a worker make the clips of these prompts, which are of one group."""
+        work = ClipWork(
+            settings=self.settings[chunk[0]],
+            seeds=tuple(self.settings[index].seed for index in chunk),
+            first=tuple(self.first[index] for index in chunk if index in self.first),
+        )
+        return handle.make.remote(work, self.negative[chunk[0]], *(self.rows[index] for index in chunk))
 
 
 def line_of(error: Exception) -> str:

@@ -179,7 +179,7 @@ class LiveSamples:
                 step=step,
                 number=number,
                 config=self._config,
-                first=tuple(first[number : number + 1]),
+                first=tuple(picture for picture in first[number : number + 1] if picture is not None),
             )
             for number in range(len(self._config.sample.prompts))
         ]
@@ -224,7 +224,7 @@ class LiveSamples:
         return replace(self._given, model=resolve(self._given.model)[0])
 
     @cached_property
-    def _first(self) -> list[np.ndarray]:
+    def _first(self) -> list[np.ndarray | None]:
         from app.sampling.clips import ClipSettings, first_frames
 
         sample = self._config.sample

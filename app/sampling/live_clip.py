@@ -21,6 +21,7 @@ from app.sampling.clips import ClipSettings, make_clips
 from app.sampling.model import Model, by_noise
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
+from app.settings.prompt_line import PromptLine
 from ops.models.load import first_values
 from ops.models.weights import check_state
 from ops.update.flat_vector import trainable
@@ -59,11 +60,11 @@ class LiveClip:
             step=self.step,
             device=device,
         )
-        of_run = ClipSettings.of(model.config)
-        settings = replace(of_run, seed=of_run.seed + self.number)
+        lines = self.config.sample.prompts
+        settings = ClipSettings.of(model.config).of_each(lines)[self.number]
         last = settings.forwards(model.geometry)
         before("prompt")
-        prompts = (self.config.sample.prompts[self.number],)
+        prompts = (PromptLine.of(lines[self.number]).text,)
         told = encode_prompts(
             modules.text, modules.image, modules.config, prompts, settings.negative_prompt, self.first
         )

@@ -78,10 +78,17 @@ class SavedModel:
 
     def encode(self, prompts: Sequence[str], negative: str, first: Sequence[np.ndarray] = ()) -> EncodedPrompts:
         """The prompts as encoded, by encoders of which nothing is left on the device afterwards."""
+        return self.encode_each([(prompts, negative, first)])[0]
+
+    def encode_each(self, groups: Sequence[tuple[Sequence[str], str, Sequence[np.ndarray]]]) -> list[EncodedPrompts]:
+        """The same of several groups of (prompts, negative prompt, pictures), by encoders that are loaded once."""
         model, target = self.config.model, pick_device(self.device)
         text = build_text(model.text, target)
-        image = build_image(model.image, target) if len(first) else None
-        told = encode_prompts(text, image, model, prompts, negative, first)
+        image = build_image(model.image, target) if any(len(first) for _, _, first in groups) else None
+        told = [
+            encode_prompts(text, image if len(first) else None, model, prompts, negative, first)
+            for prompts, negative, first in groups
+        ]
         del text, image
         release_memory(target)
         return told

@@ -11,20 +11,29 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from ops.counted import counted
 from ops.typed import ConfigError
 
+Wanted = tuple[str | Path, str]
+"""A file, and where it was given."""
 
-def read_pictures(paths: Sequence[str | Path], count: int, height: int, width: int, option: str) -> list[np.ndarray]:
-    """`count` pictures uint8 [height, width, 3]: one file for each, or one for all; scaled to cover, then cut.
 
-    Raises ConfigError for a file that is no picture, and for another number of files. `option` names where they were
-    given.
-    """
-    if len(paths) not in (1, count):
+def for_each(paths: Sequence[str | Path], own: Sequence[str | None], option: str) -> list[Wanted | None]:
+    """The file for each prompt: its own one, else that of `paths`, which are one for each or one for all, or none.
+    Raises ConfigError for another number of them. `option` names where they were given."""
+    if len(paths) not in (0, 1, len(own)):
         raise ConfigError(
-            f"{option}: {counted(len(paths), 'picture')} for {counted(count, 'prompt')}; give one for each, or one for "
-            "all."
+            f"{option}: {counted(len(paths), 'picture')} for {counted(len(own), 'prompt')}; give one for each, or one "
+            "for all."
         )
-    found = [_read(Path(path).expanduser(), height, width, option) for path in paths]
-    return found * count if len(found) == 1 else found
+    given: list[Wanted | None] = [(path, option) for path in paths]
+    common = (given or [None]) * (len(own) if len(given) < 2 else 1)
+    return [
+        (path, f"prompt {number}") if path else other
+        for number, (path, other) in enumerate(zip(own, common, strict=True))
+    ]
+
+
+def read_picture(path: str | Path, option: str, height: int, width: int) -> np.ndarray:
+    """The picture uint8 [height, width, 3], scaled to cover, then cut. Raises ConfigError for a file that is none."""
+    return _read(Path(path).expanduser(), height, width, option)
 
 
 def _read(path: Path, height: int, width: int, option: str) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,10 +20,11 @@ MAX_LOSSES = 3  # of workers while they make one prompt; then it is the prompt t
 
 class PromptQueue:
     """Which prompts are still to be made, and which workers have lost some. Chunks are neighbours, and become smaller
-    to the end, so that all workers end at about the same time."""
+    to the end, so that all workers end at about the same time. `group_of` says which prompts may be in one chunk."""
 
     def __init__(self, total: int, finished: Iterable[int], limit: int, max_losses: int = MAX_LOSSES) -> None:
         done = set(finished)
+        self.group_of: Callable[[int], object] = lambda index: None
         self._waiting = deque(index for index in range(total) if index not in done)
         self._limit, self.max_losses = limit, max_losses
         self._losses: dict[int, int] = {}
@@ -40,9 +41,14 @@ class PromptQueue:
         if self._waiting and self._waiting[0] in self._losses:
             size = 1  # which of the chunk was it?
         chunk: list[int] = []
-        while self._waiting and len(chunk) < size and (not chunk or self._waiting[0] == chunk[-1] + 1):
+        while self._waiting and len(chunk) < size and (not chunk or self._follows(chunk[-1])):
             chunk.append(self._waiting.popleft())
         return chunk
+
+    def _follows(self, last: int) -> bool:
+        """Whether the next one may be in a chunk after this one."""
+        waits = self._waiting[0]
+        return waits == last + 1 and self.group_of(waits) == self.group_of(last)
 
     def finish(self, chunk: Sequence[int]) -> None:
         self.unfinished -= len(chunk)
@@ -58,9 +64,11 @@ class PromptQueue:
 class ClipRecord:
     """Which clips of a job are finished: the job on the first line, a number on every further one."""
 
-    def __init__(self, path: Path, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray] = ()) -> None:
+    def __init__(
+        self, path: Path, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray | None] = ()
+    ) -> None:
         self.path = path
-        pictures = [hashlib.sha256(picture.tobytes()).hexdigest() for picture in first]
+        pictures = ["" if one is None else hashlib.sha256(one.tobytes()).hexdigest() for one in first]
         self._header = json.dumps({**asdict(job), "prompts": list(prompts), "first": pictures}, sort_keys=True)
 
     def finished(self) -> set[int]:

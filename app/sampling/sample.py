@@ -23,6 +23,7 @@ from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips
 from app.sampling.model import SavedModel, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.config import RunConfig
+from app.settings.prompt_line import PromptLine, about_prompt
 from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
@@ -67,7 +68,11 @@ def run(
         config = saved.config
         print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
     own_images = list(prompts) == list(config.sample.prompts) and config.sample.images
-    _check_settings(settings, config, geometry, bool(images or own_images))
+    for number, (prompt, own) in enumerate(zip(prompts, settings.of_each(prompts), strict=True)):
+        line = PromptLine.of(prompt)
+        with about_prompt(number, prompt):
+            _check_fit(ClipChanges.of_line(line), saved, checkpoint)
+            _check_settings(own, config, geometry, bool(images or own_images or line.image))
     first = first_frames(config, prompts, settings, images, "--image", last_images)
     for note in prompt_notes(prompts, config.model.text, rule, settings.negative_prompt):
         print(f"note: {note}")

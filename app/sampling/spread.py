@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -26,11 +27,12 @@ from actors.refs import Ref
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWorker, ClipWorkerHandle, MadeClip
-from app.sampling.clips import clip_files
+from app.sampling.clips import ClipSettings, clip_files
 from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, line_of
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompt_queue import MAX_LOSSES, ClipRecord, PromptQueue
 from ops.counted import counted
+from ops.typed import ConfigError
 from ops.waiting import GroupError
 from ops.whole_file import write_whole
 
@@ -48,7 +50,7 @@ def spread(
     out: Path,
     workers: int,
     *,
-    first: Sequence[np.ndarray] = (),
+    first: Sequence[np.ndarray | None] = (),
     batch: int = 1,
     together: bool = False,
     worker_class: type = ClipWorker,
@@ -56,8 +58,8 @@ def spread(
     tell: Callable[[str], None] = print,
 ) -> list[Path]:
     """Makes what is missing of the prompts' clips on the Ray that this process has joined; returns the files: the clips
-    in order, then their contact sheet. Apart, a worker makes up to `batch` clips at once. A prompt that has cost
-    `max_losses` workers is given up, and the job with it.
+    in order, then their contact sheet. Apart, a worker makes up to `batch` clips of one size at once. A prompt that has
+    cost `max_losses` workers is given up, and the job with it.
 
     Raises ConfigError where the cluster has no room for all workers asked for, what a worker raised, and CrewError.
     What is finished stays, and the same call continues.
@@ -87,6 +89,7 @@ def spread(
         wanted = [index for index in range(len(prompts)) if index not in finished]
         try:
             encoded = EncodedJob.of(crew, prompts, first, wanted)
+            queue.group_of = encoded.groups.__getitem__
             if together:
                 _make_together(crew, queue, encoded, keep, tell)
             elif line := _Apart(crew, queue, encoded, keep, tell).make().summary():
@@ -99,6 +102,18 @@ def spread(
     sheet.with_suffix(".json").write_text(json.dumps(list(prompts)), encoding="utf-8")
     record.path.unlink()
     return [*files, sheet]
+
+
+def check_alike(prompts: Sequence[str], settings: ClipSettings) -> None:
+    """Raises ConfigError for prompts of which each is to be made by all workers together, where their options ask for
+    unlike clips: how bags are formed is chosen once."""
+    for number, prompt in enumerate(prompts):
+        own = settings.of_each([prompt])[0]
+        if replace(own, seed=settings.seed, negative_prompt=settings.negative_prompt) != settings:
+            raise ConfigError(
+                f"prompt {number} {prompt!r} asks for another clip than --height, --width and the like, and --together "
+                f"forms its bags for one kind. Leave its options out but for --d, --n and --i, or leave out --together."
+            )
 
 
 class _Apart:
@@ -161,7 +176,7 @@ class _Apart:
             self._has_loaded(handle)
             self._employ(handle)
             return
-        self._limit.took(len(chunk), time.monotonic() - since)
+        self._limit.took(len(chunk), time.monotonic() - since, self._encoded.work(chunk))
         self._occupancy.answered(handle, sum(clip.seconds for clip in clips), time.monotonic())
         self._employ(handle)  # before its clips are written: it need not wait for the disk
         self._keep(chunk, clips)
@@ -170,8 +185,11 @@ class _Apart:
     def _late(self) -> Ref[list[MadeClip] | None] | None:
         """An answer that should have come long ago."""
         now = time.monotonic()
-        late = (a for a, since in self._since.items() if now - since > self._limit.seconds(len(self._busy[a][1])))
+        late = (answer for answer, since in self._since.items() if now - since > self._limit_s(self._busy[answer][1]))
         return next(late, None)
+
+    def _limit_s(self, chunk: Sequence[int]) -> float:
+        return self._limit.seconds(len(chunk), self._encoded.work(chunk))
 
     def _end(self, answer: Ref[list[MadeClip] | None]) -> None:
         """Its worker hangs: it is ended, and replaced like one that has died."""
@@ -218,8 +236,8 @@ def _make_together(
             while queue.unfinished:
                 chunk = queue.take(crew.size)
                 answers, since = [encoded.begin(handle, chunk) for handle in members], time.monotonic()
-                made = _first_of(answers, limit.seconds(len(chunk)))
-                limit.took(len(chunk), time.monotonic() - since)
+                made = _first_of(answers, limit.seconds(len(chunk), encoded.work(chunk)))
+                limit.took(len(chunk), time.monotonic() - since, encoded.work(chunk))
                 keep(chunk, made)
                 queue.finish(chunk)
             return

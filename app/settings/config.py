@@ -22,6 +22,7 @@ from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, Train
 from app.settings.attention_table import with_attention_table
 from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES, WORDS
 from app.settings.files import override, read
+from app.settings.prompt_line import with_pictures
 from app.settings.prompts import with_prompts_of_file
 from app.settings.rules import (
     check_attention,
@@ -152,6 +153,7 @@ def from_here(config: RunConfig) -> RunConfig:
         planner=replace(planner, profile=_absolute(planner.profile)),
         sample=replace(
             config.sample,
+            prompts=tuple(with_pictures(prompt, _absolute) for prompt in config.sample.prompts),
             images=tuple(_absolute(image) for image in config.sample.images),
             last_images=tuple(_absolute(image) for image in config.sample.last_images),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.settings.prompt_line import PromptLine
 from app.settings.sections import LongPrompts
 from ops.models.config import TextConfig
 from ops.typed import ConfigError, Node
@@ -13,7 +14,8 @@ _MARKS = 8  # tokens that an encoder adds to those of a text, at most
 
 
 def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
-    """The lines of a text file that are not empty. Raises ConfigError when there are none."""
+    """The lines of a text file that are not empty; those that begin with # are comments. Raises ConfigError when there
+    are none."""
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -23,7 +25,7 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
         raise ConfigError(
             f"{setting} {path} cannot be read ({why}); give a text file, one prompt on each line."
         ) from None
-    if prompts := [line.strip() for line in lines if line.strip()]:
+    if prompts := [line.strip() for line in lines if line.strip() and not line.startswith("#")]:
         return prompts
     raise ConfigError(f"{setting} {path} has no prompt; write one on each line.")
 
@@ -44,11 +46,13 @@ def with_prompts_of_file(config: Node) -> Node:
 
 
 def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts, negative: str = "") -> list[str]:
-    """A sentence for each prompt, the `negative` one among them, of which the encoder of a resolved config sees only
-    the beginning, and where some have no text, numbered from 0 as the files of their clips. Raises ConfigError for the
-    first that is too long where those are refused."""
-    found = _empty(prompts)
-    for prompt, tokens in _too_long([*prompts, negative], text):
+    """A sentence for each prompt, the `negative` one and their own ones among them, of which the encoder of a resolved
+    config sees only the beginning, and where some have no text, numbered from 0 as the files of their clips. Raises
+    ConfigError for the first that is too long where those are refused."""
+    lines = [PromptLine.of(prompt) for prompt in prompts]
+    texts, negatives = [line.text for line in lines], [line.negative_prompt or "" for line in lines]
+    found = _empty(texts)
+    for prompt, tokens in _too_long([*texts, negative, *negatives], text):
         what = f"prompt {prompt[:40]!r}... has {tokens} tokens"
         if long_prompts == "refuse":
             raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersConfig
+from app.settings.prompt_line import about_prompt
 from app.settings.sections import SampleConfig, ValidationConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
@@ -119,10 +120,12 @@ def check_images(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> 
             f"data.buckets has clips of {max(frames)} frames, and the transformer of model.dit is for pictures. Leave "
             f"buckets of one frame."
         )
-    if sample.prompts and sample.frames != 1:
-        raise ConfigError(
-            f"sample.frames is {sample.frames}, and the transformer of model.dit makes pictures. Set it to 1."
-        )
+    for number, prompt in enumerate(sample.prompts):
+        with about_prompt(number, prompt):
+            if (asked := sample.of_prompt(number).frames) != 1:
+                raise ConfigError(
+                    f"sample.frames is {asked}, and the transformer of model.dit makes pictures. Set it to 1."
+                )
 
 
 def check_flow(model: ModelConfig, flow: FlowConfig, read: Geometry | None = None) -> None:
@@ -200,14 +203,23 @@ def check_sample(
     flow: FlowConfig,
     read: Geometry | None = None,
 ) -> None:
-    """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
+    """Samples are made from checkpoints, in sizes that the model can make, and from pictures where it needs them."""
+    if not sample.prompts:
+        _check_clips(sample, model, flow, read)
+    for number, prompt in enumerate(sample.prompts):
+        with about_prompt(number, prompt):
+            _check_clips(sample.of_prompt(number), model, flow, read)
+    if model.vae.path is None:
+        check_decode(model.vae, sample)
+    _check_sample_every(sample, checkpoint)
+
+
+def _check_clips(sample: SampleConfig, model: ModelConfig, flow: FlowConfig, read: Geometry | None) -> None:
+    """Settings of clips, of one prompt or of none, are those that the model can follow."""
     known = _is_known(model, read)
     if known:
         _check_given_pictures(sample, model.dit, flow)
     _check_sampler(sample, model.dit, flow, known)
-    if model.vae.path is None:
-        check_decode(model.vae, sample)
-    _check_sample_every(sample, checkpoint)
     if sample.prompts and (strides := _geometry(model, read)) is not None:
         _check_sample_size(sample, strides)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from app.settings.prompt_line import PromptLine
 from data.config import SourceConfig, check_weights
 from ops.config import FlowConfig, ForcingSchedule
 from ops.counted import counted
@@ -41,7 +42,9 @@ class RunSection:
 class SampleConfig:
     """Pictures made during and after training, with the EMA weights where there are any."""
 
-    prompts: tuple[str, ...] = ()  # a clip is made of each; or the name of a text file with one on each line
+    # A clip is made of each; or the name of a text file with one on each line. A prompt may end with options of its
+    # own, instead of the settings below: --w, --h, --f, --d (seed), --s, --l (guidance), --fs, --n (negative), --i
+    prompts: tuple[str, ...] = ()
     images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     last_images: tuple[str, ...] = ()  # the last frame, for transformers that take one; as many
     negative_prompt: str = ""  # what guidance moves away from
@@ -74,6 +77,8 @@ class SampleConfig:
     long_prompts: LongPrompts = "cut"
 
     def __post_init__(self) -> None:
+        for prompt in self.prompts:
+            PromptLine.of(prompt)
         if self.steps < 1:
             raise ValueError(f"sample.steps {self.steps} must be at least 1.")
         if min(self.frames, self.height, self.width) < 1 or self.fps <= 0:
@@ -114,11 +119,38 @@ class SampleConfig:
                 f"out."
             )
 
+    def of_prompt(self, number: int) -> SampleConfig:
+        """The settings of one prompt alone, with the options on its line in their places. Raises ValueError where these
+        do not go together."""
+        line = PromptLine.of(self.prompts[number])
+        own = {
+            name: value
+            for name in ("width", "height", "frames", "steps", "flow_shift", "guidance_scale", "negative_prompt")
+            if (value := getattr(line, name)) is not None
+        }
+        if line.steps is not None:
+            own["timesteps"] = ()
+        if line.guidance_scale is not None:
+            own["guidance_scale_2"] = None  # the same
+        return replace(
+            self,
+            prompts=(line.text,),
+            images=(line.image,) if line.image else _its(self.images, number),
+            last_images=(line.last_image,) if line.last_image else _its(self.last_images, number),
+            seed=self.seed if line.seed is None else line.seed,
+            **own,  # by their fields' names
+        )
+
     def flow_of(self, trained: FlowConfig) -> FlowConfig:
         """The flow by which samples are made: that of the training, but for a shift of their own."""
         if self.flow_shift is None:
             return trained
         return replace(trained, flow_shift=self.flow_shift, token_shift=None)
+
+
+def _its(pictures: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """The picture of a prompt, of one for each or one for all."""
+    return pictures[number : number + 1] if len(pictures) > 1 else pictures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from app.sampling.clips import (
     sample_run,
 )
 from app.sampling.model import saved_model
-from app.sampling.pictures import read_pictures
+from app.sampling.pictures import for_each, read_picture
 from app.sampling.sample import run
 from app.settings.config import RunConfig
 from app.settings.resume import Change, is_refused
@@ -157,10 +157,10 @@ def test_pictures_are_cut_to_the_clip(tmp_path: Path) -> None:
     wide = np.zeros((20, 90, 3), np.uint8)
     wide[:, 30:60] = 255
     Image.fromarray(wide).save(tmp_path / "wide.png")
-    (found,) = read_pictures([tmp_path / "wide.png"], 1, 20, 30, "--image")
+    found = read_picture(tmp_path / "wide.png", "--image", 20, 30)
     assert found.shape == (20, 30, 3) and found.min() > 200
     Image.new("RGBA", (30, 20), (0, 0, 0, 0)).save(tmp_path / "clear.png")
-    assert read_pictures([tmp_path / "clear.png"], 1, 20, 30, "--image")[0].min() == 255
+    assert read_picture(tmp_path / "clear.png", "--image", 20, 30).min() == 255
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_a_broken_picture_is_one_sentence(tmp_path: Path, content: bytes | None,
     if content is not None:
         (tmp_path / "a.png").write_bytes(content)
     with pytest.raises(ConfigError, match=f"--image .*a.png.*({sentence})"):
-        read_pictures([tmp_path / "a.png"], 1, 8, 8, "--image")
+        read_picture(tmp_path / "a.png", "--image", 8, 8)
 
 
 def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 pictures for 3 prompts"):
-        read_pictures(["a", "b"], 3, 8, 8, "--image")
+        for_each(["a", "b"], [None] * 3, "--image")
     with pytest.raises(ValueError, match=r"sample\.images names 2 pictures for 1 prompt;"):
         replace(SHOWN, images=("a", "b"))
     text = haar_run().to_yaml()

@@ -137,7 +137,7 @@ def alone(checkpoint: Path) -> list[np.ndarray]:
 
 
 def numbers(work: ClipWork, told: Sequence[PromptRows]) -> range:
-    return range(work.number, work.number + len(told))
+    return range(work.seeds[0], work.seeds[0] + len(told))
 
 
 class Diary(ClipWorker):
@@ -164,7 +164,7 @@ class DiesInside(Diary):
         alive, whole = Path(self._job.checkpoint).parents[1] / "diary" / "alive", clip_worker.make_clips
 
         def progress(done: int) -> None:
-            if done == 1 and work.number >= 20 and alive.exists():
+            if done == 1 and work.seeds[0] >= 20 and alive.exists():
                 alive.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -272,7 +272,7 @@ def test_workers_that_join_make_the_clip_of_one(
 
     def work(rank: int) -> list[MadeClip]:
         crew[rank].join(rank, way, *where)
-        return crew[rank].make(ClipWork(number=0), negative, rows)
+        return crew[rank].make(ClipWork(settings=told, seeds=(told.seed,)), negative, rows)
 
     for one in crew:
         one.load(given)
@@ -414,6 +414,9 @@ class HangingCrew:
 
     def has_lost_one(self) -> bool:
         return False
+
+    def work(self, chunk: Sequence[int]) -> float:
+        return 1.0
 
     def close(self) -> None:
         self.closed += 1

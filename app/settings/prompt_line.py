@@ -1,0 +1,142 @@
+"""A prompt and the options on its line, by the names that prompt files of kohya's trainers and musubi-tuner have:
+
+    a cat on a wall --w 832 --h 480 --f 81 --d 42 --s 20 --l 5.0 --fs 3 --n blurred, cut off --i cat.png
+
+Each says it for this prompt's clip instead of the setting of `sample`. Two dashes are an option where a letter follows
+and nothing but a space is before them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+from ops.ranges import SEED, Range, above, between
+from ops.typed import ConfigError
+
+_OPTION = re.compile(r"(?:^|(?<=\s))--(?=[A-Za-z])")
+_SHOWN = 60  # letters of a line in a message
+_WHOLE: dict[str, tuple[str, Range]] = {
+    "w": ("width", between(1, 1 << 16)),
+    "h": ("height", between(1, 1 << 16)),
+    "f": ("frames", between(1, 100_000)),
+    "d": ("seed", between(0, SEED)),
+    "s": ("steps", between(1, 100_000)),
+}
+_NUMBERS: dict[str, tuple[str, Range]] = {
+    # of weights with guidance_embeds the others call it g, of classifier-free guidance l: here they are one setting
+    "g": ("guidance_scale", between(0, 1e6)),
+    "l": ("guidance_scale", between(0, 1e6)),
+    "fs": ("flow_shift", above(0, 1e6)),
+}
+_TEXTS = {"n": "negative_prompt", "i": "image", "ei": "last_image"}
+_PICTURES = ("i", "ei")
+_MEANING = (
+    "--w and --h (pixels), --f (frames), --d (seed), --s (steps), --l or --g (guidance scale), --fs (flow shift), "
+    "--n (negative prompt), --i (first frame), --ei (last frame)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLine:
+    """What a line asks for; None is what its settings say."""
+
+    text: str
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    seed: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    flow_shift: float | None = None
+    negative_prompt: str | None = None
+    image: str | None = None
+    last_image: str | None = None
+
+    @staticmethod
+    def of(line: str) -> PromptLine:
+        """Raises ValueError for options that are none, and for values that these do not take."""
+        options = list(_options(line))
+        found = PromptLine(text=line[: options[0].start].strip() if options else line)
+        for option in options:
+            name, value = _read(option, line)
+            if getattr(found, name) is not None:
+                one = " --g and --l are one setting here." if name == "guidance_scale" else ""
+                raise ValueError(f"prompt {_short(line)}: --{option.name} is given twice.{one} Leave one out.")
+            found = replace(found, **{name: value})  # type: ignore[arg-type]  # by its field's name
+        return found
+
+    @property
+    def has_options(self) -> bool:
+        return any(getattr(self, field.name) is not None for field in fields(self) if field.name != "text")
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """An option of a line: its name, its value, and where on the line it begins and its value stands."""
+
+    name: str
+    value: str
+    start: int
+    at: slice
+
+
+def _options(line: str) -> Iterator[_Option]:
+    starts = [match.start() for match in _OPTION.finditer(line)]
+    for start, end in pairwise([*starts, len(line)]):
+        said = line[start:end]
+        name = said.split(maxsplit=1)[0]
+        value = said[len(name) :].strip()
+        begin = start + (said.index(value, len(name)) if value else len(name))
+        yield _Option(name.removeprefix("--").lower(), value, start, slice(begin, begin + len(value)))
+
+
+def _read(option: _Option, line: str) -> tuple[str, int | float | str]:
+    """(field, value). Raises ValueError."""
+    where, (name, value) = f"prompt {_short(line)}: --{option.name}", (option.name, option.value)
+    if name in _TEXTS:
+        if not value:
+            raise ValueError(f"{where} has no value; give a {'text' if name == 'n' else 'picture'}, or leave it out.")
+        return _TEXTS[name], value
+    if name not in _WHOLE and name not in _NUMBERS:
+        raise ValueError(
+            f"{where} is no option of a prompt; there are {_MEANING}. Leave it out, or put a space after the dashes "
+            f"where they are text."
+        )
+    field, allowed = _WHOLE[name] if name in _WHOLE else _NUMBERS[name]
+    number: int | float
+    try:
+        number = int(value) if name in _WHOLE else float(value)
+    except ValueError:
+        kind = "whole number" if name in _WHOLE else "number"
+        raise ValueError(f"{where} {value!r} is no {kind}; options stand at the end, after the text.") from None
+    if fault := allowed.fault(number):
+        raise ValueError(f"{where} is {value}; {fault}.")
+    return field, number
+
+
+def _short(line: str) -> str:
+    return repr(line if len(line) <= _SHOWN else f"{line[:_SHOWN]}...")
+
+
+def with_pictures(line: str, place: Callable[[str], str]) -> str:
+    """The line with the paths of its pictures as `place` says them. Raises ValueError as `PromptLine.of`."""
+    PromptLine.of(line)
+    for option in reversed([option for option in _options(line) if option.name in _PICTURES]):
+        line = line[: option.at.start] + place(option.value) + line[option.at.stop :]
+    return line
+
+
+@contextmanager
+def about_prompt(number: int, line: str) -> Iterator[None]:
+    """What is found wrong in the block is said of this prompt, where it has options: raises ConfigError for
+    ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if not PromptLine.of(line).has_options:
+            raise
+        raise ConfigError(f"prompt {number} {_short(line)}: {error}") from None
