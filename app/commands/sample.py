@@ -227,10 +227,11 @@ class _Spread:
             from app.run.borrowed_ray import borrowed_ray
             from app.sampling.clip_worker import ClipJob
             from app.sampling.clips import batch_limit
-            from app.sampling.spread import spread
+            from app.sampling.spread import check_alike, spread
             from app.sampling.ways import check_together
 
             if together:
+                check_alike(order.prompts, order.settings)
                 grid = order.geometry.token_grid(order.settings.frames, order.settings.height, order.settings.width)
                 check_together(workers, order.config.model.dit, order.settings.sampler, grid)
             batch = batch_limit(order.settings, order.geometry)

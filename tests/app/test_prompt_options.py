@@ -354,3 +354,9 @@ def test_all_workers_together_make_clips_of_one_kind() -> None:
     check_alike(["a disc", "a square --d 7 --n blurred"], settings)
     with pytest.raises(ConfigError, match=r"prompt 1 'a square --w 48' asks for another clip .* leave out --together"):
         check_alike(["a disc", "a square --w 48"], settings)
+
+
+def test_the_command_refuses_others_together_before_ray_starts(folder: Path, tmp_path: Path) -> None:
+    asked = ["sample", "--checkpoint", str(folder), "--prompt", "a disc --w 48", "--out", str(tmp_path / "x.mp4")]
+    answer = CliRunner().invoke(app, [*asked, "--device", "cpu", "--workers", "2", "--together"])
+    assert answer.exit_code != 0 and "prompt 0 'a disc --w 48' asks for another clip" in str(answer.exception)
