@@ -150,7 +150,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         gib = host_weights_gib(model, config.train)
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
     print(f"storage   {_size(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
-    factors = _lora_bytes(config, count)
+    factors = lora_bytes(config, count)
     if factors:
         form = config.checkpoint.lora_files
         print(f"          at most {_size(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
@@ -158,7 +158,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
 
 
-def _lora_bytes(config: RunConfig, count: int) -> int:
+def lora_bytes(config: RunConfig, count: int) -> int:
     """What the files of `count` weights of factors take in the end: for Diffusers and ComfyUI, of all checkpoints."""
     form = config.checkpoint.lora_files
     if form == "off" or not config.model.dit.lora_rank:

@@ -20,6 +20,7 @@ from actors.records.metrics_line import metrics_of
 from app.export import live
 from app.export.export import export
 from app.export.live import FINISH_S, LiveLora, LoraFilesReport
+from app.plan.dry_run import lora_bytes
 from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
@@ -306,3 +307,10 @@ def test_what_fails_there_is_no_harm_to_the_run_and_a_run_that_fails_does_not_wa
         recorder.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
         raise ConfigError("of the run")
     assert told.said == ["closed"] and (tmp_path / "metrics.jsonl").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("form", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("off", 0)])
+def test_a_dry_run_counts_the_files_of_all_checkpoints_for_both_programs(form: str, size: int) -> None:
+    config = lora_run(lora_files=form, every=300, keep_last=1)
+    assert lora_bytes(config, 1000) == 2 * size * 1000 * 4, "after 300, 600, 900 and 1,000 steps"
+    assert lora_bytes(tiny_run(), 1000) == 0
