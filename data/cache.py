@@ -10,7 +10,8 @@ decoder, the encoder. So folders may be shared by runs, by machines and by bucke
 where it was. A latent of 81 frames at 480x832 is 4 MB, more than its clip: the cache saves encoder time, not space.
 
 An entry is a `.npy` file with a checksum at its end. One that is torn, changed or not of the wanted shape is a miss:
-it is removed, and the caller encodes again.
+it is removed, and the caller encodes again. A run that makes no entries itself takes them by `take`, and a clip that
+cannot be decoded has a mark, `.bad`, in the place of its entry (`mark`): the reason for which it trains nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ import hashlib
 import io
 import json
 import logging
+import os
 import queue
 import shutil
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from data.config import CacheConfig, DataConfig
+from data.errors import DataIOError
+from data.ledger import BadSample, Reason
 from data.types import Bucket, DataItem, SampleRef
-from ops.whole_file import whole_file
+from ops.whole_file import whole_file, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +48,10 @@ EntryKind = Literal["latents", "text"]
 QUEUE_BYTES = 256 << 20  # entries that wait to be written; a slow disk costs entries, not memory
 FAILURES_IN_A_ROW = 8  # after this many failed writes the cache takes no more entries
 FOR_GOOD = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # the next entry would fail, too
+OVERHEAD_BYTES = 136  # of an entry beside its numbers: NumPy's header and the checksum
+_TRIES, _RETRY_S = 4, 1.0  # of a read of `take` that storage refuses
+_LISTERS = 16  # folders listed at a time: on a shared file system each takes some milliseconds
+_BAD = ".bad"
 _SEAL = b"crc1"
 
 
@@ -75,6 +86,14 @@ def _decoder_of(config: DataConfig) -> str:
     return f"{config.engine.decoder} {DECODE_VERSION}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """The names of all entries of a kind, and of the clips that cannot be decoded."""
+
+    entries: frozenset[str]
+    bad: frozenset[str]
+
+
 class Cache:
     """A folder of `.npy` files. Any number of processes read and write it at the same time."""
 
@@ -94,14 +113,7 @@ class Cache:
         given. An entry that cannot be used is removed, so that it can be written again."""
         path = self._path(kind, key)
         try:
-            array = _read(path)
-            if rows is not None and (
-                array.dtype != np.float32 or array.ndim != 2 or len(array) not in rows or array.shape[1] != width
-            ):
-                raise ValueError(
-                    f"{array.dtype} {list(array.shape)} where float32 [{rows.start}..{rows.stop - 1}, "
-                    f"{width}] was wanted"
-                )
+            array = _read(path, rows, width)
         except FileNotFoundError:
             self.misses += 1
             return None
@@ -116,6 +128,58 @@ class Cache:
         self.misses += 1
         return None
 
+    def take(self, kind: EntryKind, key: str, rows: range, width: int) -> np.ndarray:
+        """The array, float32 of [one of `rows`, `width`], for a run that cannot encode it. Raises BadSample for a clip
+        that is marked, and for an entry that is gone or damaged; DataIOError where storage fails, also where the whole
+        folder is gone."""
+        path = self._path(kind, key)
+        for tries_left in range(_TRIES - 1, -1, -1):
+            try:
+                return _read(path, rows, width)
+            except FileNotFoundError:
+                if not (self.root / kind).is_dir():
+                    raise DataIOError(f"{self.root / kind} is gone. Restore it, and resume.") from None
+                raise self.why_absent(kind, key) from None
+            except (ValueError, EOFError) as error:
+                self._remove(path)  # or `heddle data cache` would take it for one that is there
+                raise BadSample(Reason.NOT_CACHED, f"{path} is damaged ({error}); it trains nothing") from None
+            except OSError as error:
+                if not tries_left:
+                    raise DataIOError(f"{path} of the cache cannot be read: {error}. Resume when it can.") from error
+                time.sleep(_RETRY_S)
+        raise AssertionError("every try returns or raises")
+
+    def why_absent(self, kind: EntryKind, key: str) -> BadSample:
+        """What keeps samples from training for want of this entry: what the mark in its place says, if there is one."""
+        path = self._path(kind, key)
+        try:
+            told = json.loads(path.with_suffix(_BAD).read_text(encoding="utf-8"))
+            return BadSample(Reason(told["reason"]), str(told["detail"]), told["offset"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return BadSample(Reason.NOT_CACHED, f"{path} is not there; `heddle data cache` makes it again")
+
+    def mark(self, kind: EntryKind, key: str, error: BadSample) -> bool:
+        """In the place of an entry that cannot be made, say why. Lasts until the entry is put after all. False when it
+        could not be written."""
+        path = self._path(kind, key).with_suffix(_BAD)
+        told = {"reason": str(error.reason), "detail": error.detail, "offset": error.offset}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(told), synced=True)
+        except OSError as failure:
+            return self._failed_by(failure)
+        return True
+
+    def listing(self, kind: EntryKind) -> Listing:
+        """By the names of all files, without a look at one."""
+        entries: list[str] = []
+        bad: list[str] = []
+        with ThreadPoolExecutor(_LISTERS) as listers:
+            for names in listers.map(_names_in, (self.root / kind / f"{number:02x}" for number in range(256))):
+                entries += [name[:-4] for name in names if name.endswith(".npy") and name[0] != "."]
+                bad += [name[: -len(_BAD)] for name in names if name.endswith(_BAD)]
+        return Listing(entries=frozenset(entries), bad=frozenset(bad))
+
     def put(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Keep an array. False when it could not be: training goes on without."""
         path = self._path(kind, key)
@@ -128,6 +192,7 @@ class Cache:
             if shutil.disk_usage(path.parent).free - array.nbytes < self.config.min_free_gib * 2**30:
                 return self._stop(f"less than data.cache.min_free_gib {self.config.min_free_gib:g} GiB would stay free")
             _write(path, array)
+            path.with_suffix(_BAD).unlink(missing_ok=True)
         except OSError as error:
             return self._failed_by(error)
         self.written += 1
@@ -219,13 +284,28 @@ class CacheWriter:
                 self._waiting -= num_bytes
 
 
-def _read(path: Path) -> np.ndarray:
-    """Raises ValueError or EOFError for a file that is not what `_write` made."""
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _read(path: Path, rows: range | None = None, width: int = 0) -> np.ndarray:
+    """Raises ValueError or EOFError for a file that is not what `_write` made, or not float32 of [one of `rows`,
+    `width`] where that is given."""
     data = path.read_bytes()
     body, seal = data[: -len(_SEAL) - 4], data[-len(_SEAL) - 4 :]
     if seal != _sealed(body):
         raise ValueError("its checksum is wrong")
-    return np.load(io.BytesIO(body), allow_pickle=False)
+    array: np.ndarray = np.load(io.BytesIO(body), allow_pickle=False)
+    if rows is not None and (
+        array.dtype != np.float32 or array.ndim != 2 or len(array) not in rows or array.shape[1] != width
+    ):
+        raise ValueError(
+            f"{array.dtype} {list(array.shape)} where float32 [{rows.start}..{rows.stop - 1}, {width}] was wanted"
+        )
+    return array
 
 
 def _write(path: Path, array: np.ndarray) -> None:

@@ -241,12 +241,24 @@ class CacheConfig:
     path: str = ""  # folder; empty: no cache
     latents: bool = True  # needs data.start_frame: fixed or a number, otherwise every epoch asks for other latents
     text: bool = True  # embeddings of captions
+    # What the cache keeps (latents, text) comes from it alone: no worker loads an encoder for it, and a run whose cache
+    # lacks an entry does not start. `heddle data cache` fills it beforehand.
+    only: bool = False
     min_free_gib: float = 1.0  # stop writing below this much free space
 
     def __post_init__(self) -> None:
         if "://" in self.path:
             raise ValueError(
                 f"data.cache.path {self.path!r} is a URI; a cache is a local or shared folder. Give its path."
+            )
+        if self.only and not self.path:
+            raise ValueError(
+                "data.cache.only is true, and data.cache.path is empty: there is no cache to train from. Give a folder."
+            )
+        if self.only and not (self.latents or self.text):
+            raise ValueError(
+                "data.cache.only is true, and latents and text of data.cache are both false: the cache keeps nothing. "
+                "Set one of them to true."
             )
         check_numbers("data.cache", self, min_free_gib=between(0, 1e9))
 
@@ -373,6 +385,11 @@ class DataConfig:
         weights = [source.weight for source in self.sources]
         if any(weights):
             check_weights(weights, "data.sources")
+        if self.cache.only and self.cache.latents and self.engine.feeders > 1:
+            raise ValueError(
+                f"data.engine.feeders is {self.engine.feeders}, and further feeders decode pixels, of which a run with "
+                f"data.cache.only has none. Set it to 1."
+            )
         self._check_segments()
 
     @property

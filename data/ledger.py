@@ -70,6 +70,8 @@ class Reason(StrEnum):
     DECODE_ERROR = "decode_error"
     DECODER_CRASH = "decoder_crash"
     DECODE_TIMEOUT = "decode_timeout"
+    # found in the cache, by a run that takes all from it
+    NOT_CACHED = "not_cached"
     # the media of a listed sample is not there
     NO_MEDIA = "no_media"
     FILE_MISSING = "file_missing"

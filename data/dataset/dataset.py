@@ -53,6 +53,7 @@ class Dataset:
         self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, StepOfItems] = OrderedDict()
         self._draws: OrderedDict[int, DrawsRecord] = OrderedDict({0: ledger.draw_state()})  # of the steps before
+        self._told: dict[int, tuple[Fault, ...]] = {}  # by step: bad draws that no decoder sees
 
     @classmethod
     def open(
@@ -124,9 +125,14 @@ class Dataset:
         self.planner.adopt([decision])
         self._steps = OrderedDict((n, step) for n, step in self._steps.items() if n < decision.from_step)
 
+    def tell_bad(self, step: int, faults: Sequence[Fault]) -> None:
+        """Draws of a step that are bad before anything of it is decoded: `count_draws` counts them with the others."""
+        self._told[step] = tuple(faults)
+
     def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
-        """Counts the draws of a step that is handed to training; `faults` are its bad ones. Raises DataError when more
-        are bad than the limits allow."""
+        """Counts the draws of a step that is handed to training; `faults` are its bad ones, beside those that
+        `tell_bad` got. Raises DataError when more are bad than the limits allow."""
+        faults = [*faults, *self._told.pop(step, ())]
         if step + 1 not in self._draws:
             self._walk_draws(step)
             self._file_draws(Counter(ref.source for item in self.step(step).items for ref in item.samples), faults)
@@ -186,6 +192,20 @@ class Dataset:
         """Clips per batch of every bucket of the curriculum's first segment."""
         return dict(self.planner.stages[0].batch)
 
+    # also for items that are no step's (`data.dataset.every_draw`)
+
+    def job(self, name: str, bucket: Bucket, clips: tuple[Clip, ...], crop: bool) -> DecodeJob:
+        """How the clips of an item are decoded."""
+        return DecodeJob(
+            item=name,
+            bucket=bucket,
+            clips=clips,
+            fps=self.config.fps,
+            crop=crop,
+            limits=self.config.limits,
+            decoder=self.config.engine.decoder,
+        )
+
     # inside
 
     def _known(self, state: OrderState) -> Positions:
@@ -200,15 +220,7 @@ class Dataset:
 
     def _item(self, name: str, micro: BatchDraw, crop: bool) -> DataItem:
         drawn = [self._sample(draw, micro.bucket) for draw in micro.draws]
-        job = DecodeJob(
-            item=name,
-            bucket=micro.bucket,
-            clips=tuple(clip for _, clip in drawn),
-            fps=self.config.fps,
-            crop=crop,
-            limits=self.config.limits,
-            decoder=self.config.engine.decoder,
-        )
+        job = self.job(name, micro.bucket, tuple(clip for _, clip in drawn), crop)
         return DataItem(job=job, samples=tuple(sample for sample, _ in drawn))
 
     def _sample(self, draw: SampleDraw, bucket: Bucket) -> tuple[SampleRef, Clip]:

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.cache import Cache, CacheWriter, latent_key, latent_keys, text_key
+from data.cache import Cache, CacheWriter, Listing, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
 from data.decode import DECODE_VERSION
+from data.errors import DataIOError
+from data.ledger import BadSample, Reason
 from data.types import Bucket, DataItem, DecodeJob, SampleRef
 
 SAMPLE = SampleRef(source=0, epoch=0, row=3, start_frame=5, key="a", caption_chars=4, content="ab12")
@@ -231,3 +233,62 @@ def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
         found = store.get("latents", text_key(str(number), "", 0))
         assert found is not None and (found == number).all()
     assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".part")]
+
+
+def stored(folder: Path) -> tuple[Cache, str, Path]:
+    store, key = cache(folder), text_key("a", "t5", 226)
+    store.put("text", key, np.ones((4, 8), np.float32))
+    (path,) = (folder / "text").glob("*/*.npy")
+    return store, key, path
+
+
+def test_what_is_taken_is_what_was_put_and_of_the_wanted_shape(tmp_path: Path) -> None:
+    store, key, _ = stored(tmp_path)
+    assert np.array_equal(store.take("text", key, range(5), 8), np.ones((4, 8), np.float32))
+    with pytest.raises(BadSample, match=r"is damaged \(float32 \[4, 8\] where float32 \[0..3, 8\]") as caught:
+        store.take("text", key, range(4), 8)
+    assert caught.value.reason is Reason.NOT_CACHED
+
+
+def test_an_entry_that_is_damaged_or_gone_is_a_fault_of_its_sample_and_is_made_again(tmp_path: Path) -> None:
+    store, key, path = stored(tmp_path)
+    path.write_bytes(path.read_bytes()[:-3])
+    for said in ("its checksum is wrong", "is not there; `heddle data cache` makes it again"):
+        with pytest.raises(BadSample, match=said) as caught:
+            store.take("text", key, range(5), 8)
+        assert caught.value.reason is Reason.NOT_CACHED
+    assert store.listing("text").entries == frozenset(), "the next `heddle data cache` finds it missing"
+
+
+def test_a_mark_says_why_there_is_no_entry_until_there_is_one(tmp_path: Path) -> None:
+    store, key, _ = stored(tmp_path)
+    other = text_key("b", "t5", 226)
+    assert store.mark("text", other, BadSample(Reason.TRUNCATED_VIDEO, "ends 3 frames early", 512))
+    assert store.listing("text") == Listing(entries=frozenset({key}), bad=frozenset({other}))
+    with pytest.raises(BadSample) as caught:
+        store.take("text", other, range(5), 8)
+    assert (caught.value.reason, caught.value.detail) == (Reason.TRUNCATED_VIDEO, "ends 3 frames early")
+    assert caught.value.offset == 512
+    store.put("text", other, np.ones((4, 8), np.float32))
+    assert store.listing("text").bad == frozenset() and len(store.take("text", other, range(5), 8)) == 4
+
+
+def test_storage_that_fails_is_no_fault_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not mounted any more would else be a hundred clips that train nothing."""
+    monkeypatch.setattr("data.cache.time.sleep", lambda seconds: None)
+    store, key, _ = stored(tmp_path)
+    tries: list[Path] = []
+
+    def refused(self: Path) -> bytes:
+        tries.append(self)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", refused)
+        with pytest.raises(DataIOError, match="Input/output error"):
+            store.take("text", key, range(5), 8)
+    assert len(tries) > 1
+    assert len(store.take("text", key, range(5), 8)) == 4
+    (tmp_path / "text").rename(tmp_path / "elsewhere")
+    with pytest.raises(DataIOError, match="text is gone"):
+        store.take("text", key, range(5), 8)
