@@ -319,6 +319,7 @@ class WorkerSettings:
     workers: WorkersConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     cached: tuple[Module, ...] = ()  # of whose results the cache has some: their encoders are made when one is missing
+    spared: tuple[Module, ...] = ()  # of these, modules whose encoders are never made
     # GiB that a GPU needs for training, in each of `train.places`; (): not known, take the first
     least_gib: tuple[float, ...] = ()
     # GiB that it needs for training and for CUDA graphs of small passes, in each of them; (): there are none to count

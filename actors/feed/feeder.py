@@ -32,6 +32,7 @@ from data.dataset.epochs import forecast
 from data.dataset.order_state import BatchSizes, SizesRecord
 from data.engines.engine import Engine
 from data.in_words import DROPPED, reasons_in_words
+from data.ledger import Fault
 from data.types import DataItem, NeedsPixels
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class KnownItem:
 
     names: CacheNames
     results: Mapping[Module, Ref[list[PublishedResult]]]
+    faults: tuple[Fault, ...] = ()  # of samples that train nothing, as they come from the cache and are not in it
 
 
 class Feeder(AnsweringActor):
@@ -154,15 +156,15 @@ class Feeder(AnsweringActor):
 
     def batches(self, step: int) -> StepBatches:
         """References to the decoded batches of a step and to its cached results; returns when all are decoded."""
+        items = self.dataset.step(step).items
+        self.dataset.tell_bad(step, [fault for item in items for fault in self._look_up(item).faults])
         values = self._running.batches(step)  # references, or batches of an engine without Ray
         return StepBatches(
             references=tuple(_reference(value) for value in values),
             position=self.token(step + 1),
             epoch=self.dataset.epoch(step + 1),
             cached={
-                (module, item.id): results
-                for item in self.dataset.step(step).items
-                for module, results in self._look_up(item).results.items()
+                (module, item.id): results for item in items for module, results in self._look_up(item).results.items()
             },
         )
 
@@ -191,7 +193,8 @@ class Feeder(AnsweringActor):
             return KnownItem(names=CacheNames(), results={})
         names = self._cache.names(item)
         found = self._cache.results(item, names)
-        return KnownItem(names=names, results={module: put(results) for module, results in found.items()})
+        results = {module: put(results) for module, results in found.results.items()}
+        return KnownItem(names=names, results=results, faults=found.faults)
 
     def _needs_pixels(self, item: DataItem) -> bool:
         """Whether something has still to be encoded that is made of them. Asked by the engine, ahead of its step."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from actors.feed.encoders import Encoders
 from actors.messages import PublishedResult
+from actors.plan.spared import from_cache
 from actors.plan.types import Module
 from data.cache import Cache, EntryKind, frame_keys, latent_keys, text_key
 from data.config import DataConfig
-from data.decode import caption_or_empty
-from data.types import DataItem
+from data.decode import caption_of, fault_of
+from data.ledger import BadSample, Fault
+from data.types import Bucket, DataItem
 from ops.geometry import Geometry
 
 KINDS: Mapping[Module, EntryKind] = {"text": "text", "vae": "latents"}
@@ -23,9 +27,18 @@ class CacheNames:
 
     latents: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    untold: frozenset[int] = frozenset()  # samples whose caption cannot be read: they train nothing
 
     def of(self, module: Module) -> tuple[str, ...]:
         return self.latents if module == "vae" else self.texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedResults:
+    """The results of an item as a worker would have published them, of the modules whose entries are all there."""
+
+    results: Mapping[Module, list[PublishedResult]] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()  # of samples that train nothing, as they come from the cache and are not in it
 
 
 class ItemCache:
@@ -33,43 +46,95 @@ class ItemCache:
 
     def __init__(self, config: DataConfig, encoders: Encoders, geometry: Geometry) -> None:
         """Raises ValueError where `data.cache.path` is empty: there is no cache."""
-        self.cache = Cache(config.cache)
-        self._config, self._encoders, self._geometry = config, encoders, geometry
+        self.cache, self.encoders = Cache(config.cache), encoders
+        self._config, self._geometry = config, geometry
+        self._kept: dict[Module, bool] = {"vae": config.cache.latents, "text": config.cache.text}
+        self._only = from_cache(config.cache)
 
     def names(self, item: DataItem) -> CacheNames:
         """Reads captions, after which texts are named."""
-        config, encoders, job = self._config, self._encoders, item.job
-        frames = frame_keys(item, config) if encoders.picture_rows else ("",) * item.batch
-        texts = tuple(
-            text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length, frame)
-            for clip, frame in zip(job.clips, frames, strict=True)
-        )
-        return CacheNames(latents=latent_keys(item, config, encoders.vae) if config.cache.latents else (), texts=texts)
+        texts: list[str] = []
+        untold: set[int] = set()
+        for index, (clip, frame) in enumerate(zip(item.job.clips, self.frames(item), strict=True)):
+            try:
+                caption = caption_of(clip, item.job)
+            except BadSample:
+                caption = ""
+                untold.add(index)
+            texts.append(self.text(caption, frame))
+        return CacheNames(latents=self.latents(item), texts=tuple(texts), untold=frozenset(untold))
+
+    def latents(self, item: DataItem) -> tuple[str, ...]:
+        """Names of the latents of an item's samples; () where none are kept."""
+        return latent_keys(item, self._config, self.encoders.vae) if self._kept["vae"] else ()
+
+    def frames(self, item: DataItem) -> tuple[str, ...]:
+        """What of its samples' pixels an item's texts are made of; "" where it is nothing."""
+        return frame_keys(item, self._config) if self.encoders.picture_rows else ("",) * item.batch
+
+    def text(self, caption: str, frame: str = "") -> str:
+        """The name of a text."""
+        return text_key(caption, self.encoders.text, self.encoders.max_length, frame)
 
     def named(self, names: CacheNames) -> tuple[Module, ...]:
-        """Modules that the cache has an entry of for every sample. `results` shows whether these can be read."""
-        wanted = {"vae": self._config.cache.latents, "text": self._config.cache.text}
+        """Modules that the cache has an entry of for every sample, or that come from it alone. `results` shows whether
+        entries can be read."""
         return tuple(
             module
             for module, kind in KINDS.items()
-            if wanted[module] and all(self.cache.has(kind, name) for name in names.of(module))
+            if module in self._only
+            or (self._kept[module] and all(self.cache.has(kind, name) for name in names.of(module)))
         )
 
-    def results(self, item: DataItem, names: CacheNames) -> dict[Module, list[PublishedResult]]:
-        """The results as a worker would have published them, for the modules whose entries can all be read and are what
-        the encoder makes."""
-        found = {module: self._read(module, item, names.of(module)) for module in self.named(names)}
-        return {module: results for module, results in found.items() if results is not None}
+    def results(self, item: DataItem, names: CacheNames) -> CachedResults:
+        """The results whose entries can all be read and are what the encoder makes. Of modules that come from the cache
+        alone there are always all: a sample without an entry trains nothing, and is named as a fault. Raises
+        DataIOError where storage fails that nothing can take the place of."""
+        found: dict[Module, list[PublishedResult]] = {}
+        bad: dict[int, BadSample] = {}
+        for module in self.named(names):
+            arrays = self._taken(module, item, names, bad) if module in self._only else self._read(module, item, names)
+            if arrays is not None:
+                found[module] = [
+                    PublishedResult(
+                        module=module, id=(item.step, item.id, index), rows=array, ok=index not in names.untold
+                    )
+                    for index, array in enumerate(arrays)
+                ]
+        for results in found.values():
+            for index in bad:
+                results[index] = replace(results[index], ok=False)
+        clips = item.job.clips
+        faults = (fault_of(clips[i], bad[i].reason, bad[i].offset, bad[i].detail) for i in sorted(bad))
+        return CachedResults(results=found, faults=tuple(faults))
 
-    def _read(self, module: Module, item: DataItem, names: tuple[str, ...]) -> list[PublishedResult] | None:
-        encoders, bucket = self._encoders, item.bucket
+    def shape(self, module: Module, bucket: Bucket) -> tuple[range, int]:
+        """(rows, numbers of a row) of a result."""
+        encoders = self.encoders
         whole = self._geometry.tokens(bucket.frames, bucket.height, bucket.width) + encoders.latent_tail
         rows = range(whole, whole + 1) if module == "vae" else range(encoders.most_text + 1)
-        width = encoders.latent_width if module == "vae" else encoders.text_width
-        results: list[PublishedResult] = []
-        for index, name in enumerate(names):
-            array = self.cache.get(KINDS[module], name, rows, width)
+        return rows, encoders.latent_width if module == "vae" else encoders.text_width
+
+    def _read(self, module: Module, item: DataItem, names: CacheNames) -> list[np.ndarray] | None:
+        """The entries of all samples, or None: one has to be encoded."""
+        arrays: list[np.ndarray] = []
+        for name in names.of(module):
+            array = self.cache.get(KINDS[module], name, *self.shape(module, item.bucket))
             if array is None:
                 return None
-            results.append(PublishedResult(module=module, id=(item.step, item.id, index), rows=array, ok=True))
-        return results
+            arrays.append(array)
+        return arrays
+
+    def _taken(self, module: Module, item: DataItem, names: CacheNames, bad: dict[int, BadSample]) -> list[np.ndarray]:
+        """The entries of all samples, with zeros of the same shape for those that go into `bad`. A sample whose caption
+        cannot be read is none of these: whoever reads its caption for training says so."""
+        rows, width = self.shape(module, item.bucket)
+        arrays: list[np.ndarray] = []
+        for index, name in enumerate(names.of(module)):
+            try:
+                arrays.append(self.cache.take(KINDS[module], name, rows, width))
+            except BadSample as error:
+                if index not in names.untold:
+                    bad.setdefault(index, error)
+                arrays.append(np.zeros((rows[-1], width), np.float32))
+        return arrays

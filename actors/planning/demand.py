@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from actors.plan.costs.needs import Needs, footprint
 from actors.plan.costs.point import Samples
-from actors.plan.types import USABLE
+from actors.plan.spared import from_cache
+from actors.plan.types import ENCODED, USABLE, Module
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib
 from data.buckets import BucketTable
 from data.config import DataConfig
@@ -25,12 +26,19 @@ class Demand:
     clips: tuple[PixelShape, ...]
     text_tokens: int
     bag_peers: int
+    encoded: tuple[Module, ...] = ENCODED  # modules of which steps have cascades
 
     @classmethod
     def of(cls, data: DataConfig, model: ModelConfig, geometry: Geometry, bag_peers: int) -> Demand:
         """The demand of a run's data."""
         tokens = min(data.batch.text_tokens, model.text.most_tokens)
-        return cls(geometry=geometry, clips=tuple(clips_of(data, geometry)), text_tokens=tokens, bag_peers=bag_peers)
+        return cls(
+            geometry=geometry,
+            clips=tuple(clips_of(data, geometry)),
+            text_tokens=tokens,
+            bag_peers=bag_peers,
+            encoded=tuple(module for module in ENCODED if module not in from_cache(data.cache)),
+        )
 
     def need_gib(self, needs: Needs, degrees: Sequence[int], workers: int) -> float:
         """The largest cascade, with the DiT at the degree at which it needs least; infinite where none is legal."""
@@ -75,7 +83,7 @@ class Demand:
     def _need_of(self, needs: Needs, clip: PixelShape, degrees: Sequence[int]) -> float:
         one, tokens = [Samples.of(1, clip, self.text_tokens)], self.geometry.tokens
         dit = min((needs.gib(footprint("dit", one, k, tokens, needs)) or 0.0 for k in degrees), default=math.inf)
-        return max(dit, *(needs.gib(footprint(module, one, 1, tokens)) or 0.0 for module in ("vae", "text")))
+        return max([dit, *(needs.gib(footprint(module, one, 1, tokens)) or 0.0 for module in self.encoded)])
 
 
 def clips_of(data: DataConfig, geometry: Geometry) -> list[PixelShape]:

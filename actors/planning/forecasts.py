@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from actors.config import TrainConfig
 from actors.plan.costs.needs import SOLO, ClipBatches, NeedKey, NeedLine, Needs, clip_kind, line_through
+from actors.plan.spared import NOTHING_SPARED, Spared
 from actors.planning.demand import largest_upload
 from actors.planning.memory import MemoryForecast
 from actors.planning.predicted_needs import graphs_gib, predict_dit, vae_needs, with_attention_kept
@@ -63,13 +64,14 @@ def forecast(
     clips: Sequence[PixelShape],
     degrees: Sequence[int],
     cuda: bool,
+    spared: Spared = NOTHING_SPARED,
 ) -> MemoryForecast:
     """What a resolved model needs, in the first of the places that the settings allow (`possible`). `clips` are the
-    shapes that will come, `degrees` those that the DiT may have.
+    shapes that will come, `degrees` those that the DiT may have. What a cache spares is not counted.
 
     Takes seconds of one core and no memory to speak of, whatever the size of the model.
     """
-    return Forecasts(geometry, clips, cuda).of(model, train, degrees)
+    return Forecasts(geometry, clips, cuda, spared).of(model, train, degrees)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +89,10 @@ class _Encoders:
 class Forecasts:
     """Forecasts of models that differ in some settings: what they have in common is predicted once."""
 
-    def __init__(self, geometry: Geometry, clips: Sequence[PixelShape], cuda: bool) -> None:
-        self._geometry, self._clips, self._cuda = geometry, tuple(clips), cuda
+    def __init__(
+        self, geometry: Geometry, clips: Sequence[PixelShape], cuda: bool, spared: Spared = NOTHING_SPARED
+    ) -> None:
+        self._geometry, self._clips, self._cuda, self._spared = geometry, tuple(clips), cuda, spared
         self._dit: dict[object, Needs] = {}
         self._encoders: dict[object, _Encoders] = {}
 
@@ -113,6 +117,7 @@ class Forecasts:
         if train.memory.attention == "kept" and model.dit.gradient_checkpointing:
             dit = with_attention_kept(dit, model.dit.kept_bytes(2 if precision.autocast else dtype.itemsize))
         sizes = sizes_of(model, train, self._cuda)
+        uploads = self._cuda and "vae" not in self._spared.cascades
         graphs = self._cuda and model.dit.cuda_graphs and model.dit.compiles and 1 in degrees
         return replace(
             sizes,
@@ -121,7 +126,7 @@ class Forecasts:
             text_gib=encoders.text_gib,
             image_gib=encoders.image_gib,
             host_encoders_gib=encoders.host_gib,
-            host_uploads_gib=uploads_gib(largest_upload(self._clips)) if self._cuda else 0.0,
+            host_uploads_gib=uploads_gib(largest_upload(self._clips)) if uploads else 0.0,
             needs=Needs(
                 predicted={**dit.predicted, **encoders.predicted},
                 text_rows=dict(dit.text_rows),
@@ -132,29 +137,46 @@ class Forecasts:
         )
 
     def _of_encoders(self, model: ModelConfig) -> _Encoders:
-        import torch
+        """What is needed of them: nothing of those that the run never loads, no cascade of those whose results it
+        takes from a cache."""
+        spared, predicted, batches = self._spared, dict[NeedKey, NeedLine](), dict[str, ClipBatches]()
+        vae_gib = image_gib = text_gib = host_gib = 0.0
+        if "vae" not in spared.encoders:
+            vae_gib, image_gib = self._of_vae(model, predicted, batches)
+        if "text" not in spared.encoders:
+            text_gib, host_gib = self._of_text(model, predicted)
+        return _Encoders(
+            predicted={key: line for key, line in predicted.items() if key[0] not in spared.cascades},
+            batches=batches,
+            vae_gib=vae_gib,
+            text_gib=text_gib,
+            image_gib=image_gib,
+            host_gib=host_gib if self._cuda else 0.0,
+        )
 
-        from ops.models.forecast import image_need, text_need
+    def _of_vae(
+        self, model: ModelConfig, predicted: dict[NeedKey, NeedLine], batches: dict[str, ClipBatches]
+    ) -> tuple[float, float]:
+        """GiB of the weights of VAE and image encoder; what their cascades need goes into the other two."""
+        from ops.models.forecast import image_need
 
-        device = "cuda" if self._cuda else "cpu"
-        predicted: dict[NeedKey, NeedLine] = {}
-        batches: dict[str, ClipBatches] = {}
         vae_gib = 0.0
         image = image_need(model.image, 1) if model.image is not None else None
         picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
-        for shape, found in vae_needs(model, self._clips, device).items():
+        for shape, found in vae_needs(model, self._clips, "cuda" if self._cuda else "cpu").items():
             vae_gib, kind, peak = found.weights_gib, clip_kind(shape), found.peak_gib + picture
             predicted["vae", kind] = NeedLine(fixed_gib=0.0, gib_per_unit=peak)
             batches[kind] = ClipBatches(clips_at_once(*shape), found.left_gib / peak)
+        return vae_gib, image.weights_gib if image is not None else 0.0
+
+    def _of_text(self, model: ModelConfig, predicted: dict[NeedKey, NeedLine]) -> tuple[float, float]:
+        """GiB of the text encoder on a device, and on the host; what its cascades need goes into the other."""
+        import torch
+
+        from ops.models.forecast import text_need
+
         longest = model.text.most_tokens
-        encoder = getattr(torch, model.text.dtype_on(device))
+        encoder = getattr(torch, model.text.dtype_on("cuda" if self._cuda else "cpu"))
         few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
         predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
-        return _Encoders(
-            predicted=predicted,
-            batches=batches,
-            vae_gib=vae_gib,
-            text_gib=few.weights_gib,
-            image_gib=image.weights_gib if image is not None else 0.0,
-            host_gib=few.host_gib if self._cuda else 0.0,
-        )
+        return few.weights_gib, few.host_gib

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -22,7 +22,7 @@ import ray
 
 from actors.aside_turns import AsideWork, TurnReport, TurnTask
 from actors.outcome import Tell
-from actors.plan.types import Cascade
+from actors.plan.types import Cascade, Module
 from actors.ray_calls import GONE, get, wait
 from actors.records.events import AsidesAwaited, AsidesLeft, RunEvent
 from actors.refs import Ref
@@ -52,6 +52,11 @@ class AsideSource(Protocol):
         """Whether there will be any, for which memory is to be counted."""
         ...
 
+    @property
+    def encoders(self) -> Collection[Module]:
+        """Modules whose encoders workers need for them; of a run that spares none, whatever this says."""
+        ...
+
     def wanted(self) -> Sequence[AsideWork]:
         """The asides that are wanted since the last call."""
         ...
@@ -70,6 +75,7 @@ class NoAsides:
 
     share = 0.0
     expected = False
+    encoders: Collection[Module] = ()
 
     def wanted(self) -> list[AsideWork]:
         return []

@@ -15,12 +15,14 @@ import torch
 
 from actors.config import RuntimeConfig
 from actors.feed.first_sizes import FirstSizes, first_sizes
+from actors.feed.item_cache import KINDS
 from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
+from actors.plan.spared import NOTHING_SPARED, Spared
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.demand import Demand, clips_of, largest_upload
@@ -83,7 +85,8 @@ def start_controller(
     check_factors(model.dit)
     monitor = start_monitor(run)
     device = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
-    training = _Training(config=config, model=model, geometry=geometry, device=device)
+    spared = Spared.of(config.data.cache, beside=asides.encoders if asides is not None else ())
+    training = _Training(config=config, model=model, geometry=geometry, device=device, spared=spared)
     costs = training.costs(profile, events)
     pool = RayPool(run, training.worker_settings(costs), monitor, worker_class)
     shortage = training.shortage(costs, asides)
@@ -239,6 +242,7 @@ class _Training:
     model: ModelConfig  # resolved, as is its geometry
     geometry: Geometry
     device: WorkersDevice
+    spared: Spared = NOTHING_SPARED
 
     @property
     def is_measured(self) -> bool:
@@ -275,7 +279,7 @@ class _Training:
         """These costs with the predicted needs of cascades."""
         config, degrees, cuda = self.config, self._degrees(costs.profile), self._on_gpu
         demand = Demand.of(config.data, self.model, self.geometry, config.planner.bag_peers)
-        predicted = forecast(self.model, demand.geometry, config.train, demand.clips, degrees, cuda)
+        predicted = forecast(self.model, demand.geometry, config.train, demand.clips, degrees, cuda, self.spared)
         costs.profile.expect_needs(predicted.needs)
         possible = predicted.possible(config.train, gpus_of_a_node()) if cuda else ()
         least_gib = tuple(demand.least_gib(places, degrees, config.workers.min) for places in possible)
@@ -285,17 +289,20 @@ class _Training:
 
     def worker_settings(self, costs: _Costs) -> WorkerSettings:
         """The same for every worker of the run."""
-        config = self.config
+        config, kept = self.config, kept_kinds(self.config.data.cache)
+        cached = {module for module, kind in KINDS.items() if kind in kept}
+        uploads = self._on_gpu and "vae" not in self.spared.cascades
         return WorkerSettings(
             model=config.model,
             train=config.train,
             workers=config.workers,
             cache=config.data.cache,
             # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
-            cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
+            cached=tuple(sorted(cached | set(self.spared.cascades))),
+            spared=self.spared.encoders,
             least_gib=costs.least_gib,
             graphs_least_gib=costs.graphs_least_gib,
-            largest_upload=largest_upload(clips_of(config.data, self.geometry)) if self._on_gpu else 0,
+            largest_upload=largest_upload(clips_of(config.data, self.geometry)) if uploads else 0,
         )
 
     def shortage(self, costs: _Costs, asides: AsideSource | None) -> Shortage:

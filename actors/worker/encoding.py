@@ -16,7 +16,7 @@ from torch import Tensor
 from actors.messages import CascadeTask
 from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
-from actors.worker.loading import Modules
+from actors.worker.loading import EncoderSet
 from ops.comm.collectives import Group
 from ops.comm.units import share_units
 from ops.flow.noise import NoiseKey, ScaledNoise
@@ -149,7 +149,7 @@ def encode_texts(
 
 
 def encode_clips(
-    modules: Modules,
+    modules: EncoderSet,
     frame: FirstFrame,
     pixels: Tensor,
     group: Group,
@@ -179,7 +179,7 @@ def encode_clips(
 
 
 def _alone(
-    modules: Modules,
+    modules: EncoderSet,
     frame: FirstFrame,
     pixels: Tensor,
     noise: Sequence[ScaledNoise],
@@ -200,7 +200,7 @@ def _alone(
 
 @torch.no_grad()
 def _together(
-    modules: Modules,
+    modules: EncoderSet,
     frame: FirstFrame,
     pixels: Tensor,
     noise: Sequence[ScaledNoise],
@@ -241,7 +241,7 @@ def _together(
 
 
 def _images(
-    modules: Modules, pictures: Tensor, at_once: int, group: Group, measure: EncodeMeasure, device: torch.device
+    modules: EncoderSet, pictures: Tensor, at_once: int, group: Group, measure: EncodeMeasure, device: torch.device
 ) -> list[Tensor]:
     """[tokens, dim] of each picture of [B, H, W, 3]. They are dealt round robin, and encoded some at a time."""
     encoder = modules.image

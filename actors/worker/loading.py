@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -54,25 +54,26 @@ class LateEncoder(Generic[T]):
     make: Callable[[], T]
 
 
-class Modules:
-    """What a worker hosts. Its transformer is there; an encoder may be made when something has to be encoded."""
+class EncoderSet:
+    """A model's frozen encoders. One may be made when something has to be encoded."""
 
     def __init__(
         self,
         *,
         config: ModelConfig,
         geometry: Geometry,
-        dit: nn.Module,
         vae: VAE | LateEncoder[VAE],
         text: TextEncoder | LateEncoder[TextEncoder],
         image: ImageEncoder | LateEncoder[ImageEncoder | None] | None = None,
-        blocks_on_host: bool = False,
     ) -> None:
-        """`config` is resolved. `blocks_on_host`: frozen weights of the transformer's blocks lie in host memory of the
-        node."""
-        self.config, self.geometry, self.dit = config, geometry, dit
-        self.blocks_on_host = blocks_on_host
+        """`config` is resolved."""
+        self.config, self.geometry = config, geometry
         self._vae, self._text, self._image = vae, text, image
+
+    @classmethod
+    def late(cls, model: ModelConfig, geometry: Geometry, device: torch.device) -> EncoderSet:
+        """The encoders of a resolved model on a device, none of them made yet."""
+        return cls(config=model, geometry=geometry, **_late(model, device))
 
     @property
     def vae(self) -> VAE:
@@ -114,6 +115,40 @@ class Modules:
             _ = self.text
         elif module == "vae":
             _ = self.vae, self.image
+
+
+class _LateEncoders(TypedDict):
+    vae: LateEncoder[VAE]
+    text: LateEncoder[TextEncoder]
+    image: LateEncoder[ImageEncoder | None] | None
+
+
+def _late(model: ModelConfig, device: torch.device) -> _LateEncoders:
+    return {
+        "vae": LateEncoder(lambda: build_vae(model.vae, device, shared=True)),
+        "text": LateEncoder(lambda: build_text(model.text, device, shared=True)),
+        "image": LateEncoder(lambda: build_image(model.image, device, shared=True)) if model.image else None,
+    }
+
+
+class Modules(EncoderSet):
+    """What a worker hosts: its transformer, which is there, and encoders."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        geometry: Geometry,
+        dit: nn.Module,
+        vae: VAE | LateEncoder[VAE],
+        text: TextEncoder | LateEncoder[TextEncoder],
+        image: ImageEncoder | LateEncoder[ImageEncoder | None] | None = None,
+        blocks_on_host: bool = False,
+    ) -> None:
+        """`config` is resolved. `blocks_on_host`: frozen weights of the transformer's blocks lie in host memory of the
+        node."""
+        super().__init__(config=config, geometry=geometry, vae=vae, text=text, image=image)
+        self.dit, self.blocks_on_host = dit, blocks_on_host
 
     def digests(self, of: Collection[Module] = MODULES) -> tuple[tuple[str, str], ...]:
         """Digests of the frozen weights of these modules that are here by now (`frozen_digests`)."""
@@ -205,9 +240,7 @@ def build_modules(settings: WorkerSettings, device: torch.device, device_gib: fl
         geometry=geometry,
         dit=build_dit(model.dit, settings.train.seed, dtype, device, on_host),
         blocks_on_host=on_host,
-        vae=LateEncoder(lambda: build_vae(model.vae, device, shared=True)),
-        text=LateEncoder(lambda: build_text(model.text, device, shared=True)),
-        image=LateEncoder(lambda: build_image(model.image, device, shared=True)) if model.image else None,
+        **_late(model, device),
     )
     modules.dit.train()
     if model.dit.compile is True:
@@ -258,16 +291,16 @@ class LateSizes(NamedTuple):
     host: float  # of its node's memory, for all workers there
 
 
-def late_sizes(modules: Modules, device: torch.device) -> LateSizes:
-    """By the headers of their files."""
+def late_sizes(modules: EncoderSet, device: torch.device, never: Collection[Module] = ()) -> LateSizes:
+    """By the headers of their files; those of `never` are not made at all."""
     model, cuda = modules.config, device.type == "cuda"
     vae = text = 0
-    if modules.lacks("vae"):
+    if modules.lacks("vae") and "vae" not in never:
         if model.vae.path:
             vae += num_weights([component(model.vae.path, "vae")]) * DTYPE_BYTES[model.vae.dtype_on(device.type)]
         if model.image and model.image.path:
             vae += num_weights([component(model.image.path, "image_encoder")]) * DTYPE_BYTES["float32"]
-    if modules.lacks("text") and model.text.path:
+    if modules.lacks("text") and "text" not in never and model.text.path:
         text = num_weights(encoder_folders(model.text)) * DTYPE_BYTES[model.text.dtype_on(device.type)]
     if not cuda:
         return LateSizes(device=(vae + text) / _GIB, host=(vae + text) / _GIB)

@@ -37,6 +37,7 @@ from actors.messages import (
     WorkerInfo,
     WorkerSettings,
 )
+from actors.plan.spared import comes_whole
 from actors.plan.types import ENCODED, Module
 from actors.process import birth
 from actors.progress import ASIDE
@@ -136,7 +137,7 @@ class Worker:
         self.heartbeat.on_device = self.executor.on_device
         self.encoding = self._encoding()
         modules = self.executor.modules
-        self._frozen, self._late = modules.digests(), late_sizes(modules, self.device)
+        self._frozen, self._late = modules.digests(), late_sizes(modules, self.device, settings.spared)
         self._late_digests: dict[str, str] = {}  # of encoders that were made since
         self._store: torch.distributed.Store | None = None  # of the generation
         self._first_sums = checksums(trainable(modules.dit))
@@ -347,7 +348,8 @@ class Worker:
         if task.generation != executor.generation or executor.broken is not None:
             return TurnReport(aside=task.aside.name)
         for module in ENCODED:
-            self._ready(module, task)
+            if module not in self.settings.spared:
+                self._ready(module, task)
         self.heartbeat.activity(f"aside s{task.step}", ASIDE, task.step, 0.0, task.patience)
         executor.settle()
         with bar(f"aside s{task.step}"):
@@ -418,7 +420,7 @@ class Worker:
         self.heartbeat.activity(f"load {module} encoder", "load", task.step, limit_s, patience)
         modules.ready(module)
         self.executor.meter.settled()
-        self._late = late_sizes(modules, self.device)
+        self._late = late_sizes(modules, self.device, self.settings.spared)
         self._late_digests |= dict(modules.digests([module]))
         self._compare_late()
 
@@ -457,7 +459,7 @@ class Worker:
 
     def _encoding(self) -> Encoding:
         cache = self.settings.cache
-        if not cache.path:
+        if not cache.path or comes_whole(cache):
             return Encoding(self.executor)
         writer = CacheWriter(Cache(cache))
         if self.device.type == "cpu":

@@ -19,6 +19,7 @@ from actors.planning.demand import Demand
 from actors.planning.forecasts import forecast
 from actors.planning.memory import MemoryForecast, communicators_gib
 from actors.planning.options import tell_fetched
+from app.inputs.beside import spared
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig, SegmentConfig
@@ -67,7 +68,7 @@ def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device:
     most = max(model.dit.num_heads, config.workers.min)
     degrees = config.planner.degrees or model.dit.degrees(most, config.planner.sequence)
     demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
-    found = forecast(model, geometry, config.train, demand.clips, degrees, True)
+    found = forecast(model, geometry, config.train, demand.clips, degrees, True, spared(config))
     return placed(found, config, demand, degrees, memory, found.per_node).places
 
 
@@ -83,7 +84,7 @@ def batch_room_gib(
     workers, peers = config.workers.min, config.planner.bag_peers
     demand = Demand.of(config.data, model, geometry, peers)
     degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
-    found = forecast(model, geometry, config.train, demand.clips, degrees, cuda)
+    found = forecast(model, geometry, config.train, demand.clips, degrees, cuda, spared(config))
     profile.expect_needs(found.needs)
     if cuda:
         per_node = max(cluster.nodes) if cluster is not None else found.per_node

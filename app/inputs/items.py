@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from actors.feed.first_sizes import segments_of
 from actors.plan.costs.profile import Profile
+from actors.plan.spared import from_cache
 from actors.plan.types import Item
 from actors.planning.batching import TargetBatch
 from app.inputs.profiles import gpu_of
@@ -21,14 +23,18 @@ from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    from actors.feed.item_cache import ItemCache
+    from data.config import DataConfig
     from data.dataset.dataset import Dataset
 
 
-def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dataset:
-    """The data of a run as training opens it. Raises DataError and ValueError as training would."""
+def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile, bad_list: Path | None = None) -> Dataset:
+    """The data of a run as training opens it, with a list of faults there. Raises DataError and ValueError as training
+    would."""
     from data.dataset.dataset import Dataset
 
-    return Dataset.open(config.data, geometry, config.train.seed, timed=TargetBatch(profile=profile, geometry=geometry))
+    timed = TargetBatch(profile=profile, geometry=geometry)
+    return Dataset.open(config.data, geometry, config.train.seed, bad_list=bad_list, timed=timed)
 
 
 def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: ModelConfig) -> list[tuple[Item, ...]]:
@@ -46,6 +52,18 @@ def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: Mode
         return facts.drawn(item, names, cache.named(names) if cache is not None else ()).plan
 
     return [tuple(planned(item) for item in dataset.step(step).items) for step in range(steps)]
+
+
+def cache_of(config: RunConfig, data: DataConfig, *, cuda: bool) -> ItemCache:
+    """The cache of a run on GPUs (`cuda`) or CPUs as its feeder has it, of this data; `config` with its model
+    resolved."""
+    from actors.feed.item_cache import ItemCache
+    from actors.feed.step_source import item_facts
+    from ops.models.folders import resolve
+
+    model, geometry = resolve(config.model)
+    workers = replace(config.workers, device="cuda" if cuda else "cpu")
+    return ItemCache(data, item_facts(config.data, config.train, workers, model, geometry).encoders, geometry)
 
 
 def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[Bucket, tuple[int, str]]:
@@ -83,6 +101,7 @@ def items_from_buckets(
                     height=bucket.height,
                     width=bucket.width,
                     text_tokens=tokens,
+                    cached=from_cache(config.data.cache),
                 )
                 for i, bucket in enumerate(chosen)
             )

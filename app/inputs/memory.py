@@ -18,6 +18,7 @@ from actors.planning.memory import MemoryForecast, communicators_gib
 from actors.planning.options import tell_fetched
 from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
+from app.inputs.beside import spared
 from app.inputs.remedies import MOST_WORKERS, TrainedSetup, advice
 from app.settings.config import RunConfig
 from ops.counted import counted
@@ -75,7 +76,7 @@ def view_memory(
         return None
     degrees = tuple(config.planner.degrees or profile.degrees.get("dit", (1,)))
     demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
-    forecasts = Forecasts(geometry, demand.clips, cuda)
+    forecasts = Forecasts(geometry, demand.clips, cuda, spared(config))
     found = forecasts.of(model, config.train, degrees)
     profile.expect_needs(found.needs)
     if cuda and memory is not None:

@@ -18,6 +18,7 @@ from actors.plan.types import Plan, PlanError
 from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import account_lines
 from app.inputs.batches import device_gib, with_limits, with_limits_of
+from app.inputs.beside import spared
 from app.inputs.checkpoints import earlier_checkpoint
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
@@ -26,6 +27,7 @@ from app.inputs.items import items_from_data, open_dataset
 from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
+from app.kept.wanted import cache_preview
 from app.plan.memory import need_lines, state_lines, with_room
 from app.plan.preview import PlanInputs, planned, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, check_read, from_here
@@ -40,6 +42,7 @@ from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 from ops.models.load import check_factors, check_kept, num_trained
 from ops.shards import bytes_per_weight
+from ops.typed import ConfigError
 
 STEPS = 8  # planned as one rolling sequence
 MOST_SECONDS, MOST_MINUTES = 120, 180  # of a run; a longer one is given in minutes, or in hours
@@ -89,6 +92,9 @@ def dry_run(
     check_coverage(dataset.ledger, config.data.min_coverage)
     if held_out := check_held_out(config):
         print(f"validates {held_out}")
+    cache_line, why_not = cache_preview(config)
+    if cache_line:
+        print(cache_line)
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
     inputs = PlanInputs(
@@ -102,6 +108,8 @@ def dry_run(
     _print_plan(config, plan, inputs)
     if view is not None:
         print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
+    if why_not:
+        raise ConfigError(why_not)
 
 
 def _of_the_start(
@@ -144,7 +152,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.num_kept(config.train.steps)
     print(f"gradients {_gradients(config, count, device)}")
-    print(f"encoders  {_encoders(model, device)}")
+    print(f"encoders  {_encoders(model, device)}{_unneeded(config)}")
     if config.train.memory.parameters == "node":
         which = "frozen weights of blocks" if dit.freezes_blocks else "weights"
         gib = host_weights_gib(model, config.train)
@@ -176,6 +184,13 @@ def _encoders(model: ModelConfig, device: str) -> str:
         vae = f"VAE in {model.vae.dtype_on(device)} (model.vae.dtype: {model.vae.dtype}{compiled})"
     place = "" if model.text.place == "device" else ", in host memory between its calls"
     return f"{vae}, text encoder in {model.text.dtype_on(device)}{place}"
+
+
+def _unneeded(config: RunConfig) -> str:
+    """Which of them no worker loads."""
+    parts = {"text": "text encoder", "vae": "VAE"}
+    names = [parts[module] for module in spared(config).encoders]
+    return f"; {' and '.join(names)} not loaded (data.cache.only)" if names else ""
 
 
 def _gradients(config: RunConfig, weights: int, device: str) -> str:

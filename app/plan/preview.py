@@ -22,6 +22,7 @@ from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import StepFigures, figures, rolling_bound, windows
 from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.spared import from_cache
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.adapt import adapted
 from actors.planning.make_plan import make_plan
@@ -37,6 +38,7 @@ from app.inputs.limits import largest_batches, longest_clips
 from app.inputs.memory import MemoryView, view_memory
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
+from app.kept.wanted import cache_preview
 from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
 from app.settings.config import RunConfig, from_here
 from app.settings.out_files import check_page, check_writable
@@ -198,12 +200,16 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     steps: PlannedSteps
     found = None
     if request.codes:
-        steps = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
+        coded = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
+        cached = from_cache(config.data.cache)
+        steps = tuple(tuple(replace(item, cached=cached) for item in items) for items in coded)
     elif request.from_data:
         dataset = open_dataset(config, geometry, profile)
         found = account(dataset, request.steps or None, config.train.steps)
         print("\n".join(account_lines(found)))
         check_coverage(dataset.ledger, config.data.min_coverage)
+        if line := cache_preview(config)[0]:
+            print(line)
         steps = items_from_data(dataset, request.steps or 8, config, model)
     else:
         batches = batches_of(config, geometry, profile)

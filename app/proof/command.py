@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from actors.outcome import Exit
+from actors.plan.spared import comes_whole
 from actors.state.checkpoint_files import CheckpointError
 from app.inputs.batches import batch_limits
 from app.proof.disturbance import Disturber
@@ -86,7 +87,7 @@ def _alone(config: RunConfig) -> Iterator[str]:
     yield "sample.every=0"
     yield "validation.every=0"
     yield "track=[]"
-    if config.data.cache.path:  # what the first run encodes is not for the second
+    if config.data.cache.path and not comes_whole(config.data.cache):  # what the first encodes is not for the second
         yield "data.cache.path=''"
     for name, limits in batch_limits(config).items():
         if limits.recalibrate == "on":  # by costs that each run measures

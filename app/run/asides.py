@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 from actors.aside_turns import AsideWork, TurnReport
+from actors.plan.types import Module
 from actors.records.events import RunEvent
 from ops.counted import counted
 
@@ -19,6 +20,9 @@ class CheckpointAsides(Protocol):
 
     @property
     def expected(self) -> bool: ...
+
+    @property
+    def encoders(self) -> Collection[Module]: ...
 
     def wanted(self) -> Sequence[AsideWork]: ...
 
@@ -47,6 +51,10 @@ class RunAsides:
     @property
     def expected(self) -> bool:
         return any(source.expected for source in self._sources)
+
+    @property
+    def encoders(self) -> Collection[Module]:
+        return {module for source in self._sources for module in source.encoders}
 
     def wanted(self) -> list[AsideWork]:
         return [work for source in self._sources for work in source.wanted()]

@@ -119,6 +119,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             config = on_usable(config, device)
             config = _with_limits(config, device)
             check_memory(config, device, fresh=fresh)
+            _check_cache(config)
             if copied := keep_apart(folder):
                 _note(copied)
             end_leftovers(config, overwrite=overwrite or earlier is not None)
@@ -182,6 +183,24 @@ def _check_files(config: RunConfig) -> None:
         for source in (*config.data.sources, *(config.validation.sources if config.validation.every else ())):
             check_there(source.path)
         check_held_out(config)
+
+
+def _check_cache(config: RunConfig) -> None:
+    """Raises ConfigError where a run that trains from its cache alone would miss an entry: asked of a node of the
+    cluster, whose folders may be others than this machine's."""
+    from actors.plan.spared import from_cache
+    from actors.pool.workers import uses_gpu
+    from actors.ray_calls import get, remote_of
+    from app.kept.wanted import check_only
+
+    if not from_cache(config.data.cache):
+        return
+    cuda = uses_gpu(config.workers)
+    if is_on_a_cluster():
+        told = get(remote_of(check_only).options(num_cpus=0.1, max_retries=0).remote(config, cuda=cuda))
+    else:
+        told = check_only(config, cuda=cuda)
+    print(told, flush=True)
 
 
 def _device(config: RunConfig, folder: Path) -> WorkersDevice:

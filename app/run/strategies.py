@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.plan.spared import comes_whole
 from app.inputs.batches import batch_limits
 from app.run.apart import signal_code
 from app.run.launch import train
@@ -72,7 +73,7 @@ def check_alike(config: RunConfig) -> None:
                 f"other batches. Compare with --set {key}.recalibrate=off."
             )
     cache = config.data.cache
-    if cache.path:
+    if cache.path and not comes_whole(cache):
         raise ConfigError(
             f"data.cache.path {cache.path!r}: the first run would encode for the others. Compare with --set "
             f"data.cache.path=''."

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from actors.aside_turns import TurnReport
+from actors.plan.spared import from_cache
+from actors.plan.types import Module
 from actors.records.events import RunEvent, SamplesFailed, SamplesMade
+from app.inputs.beside import encoders_of_samples, live_texts
 from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from app.sampling.clip_worker import MadeClip
+    from app.sampling.kept_texts import KeptTexts
     from app.sampling.live_clip import LiveClip
 
 log = logging.getLogger(__name__)
@@ -90,6 +94,10 @@ class LiveSamples:
     @property
     def expected(self) -> bool:
         return bool(self._every) and not self._config.model.dit.lacks_expert
+
+    @property
+    def encoders(self) -> tuple[Module, ...]:
+        return encoders_of_samples(self._given)
 
     def wanted(self) -> list[LiveClip]:
         found, self._wanted = self._wanted, []
@@ -180,6 +188,7 @@ class LiveSamples:
                 number=number,
                 config=self._config,
                 first=tuple(picture for picture in first[number : number + 1] if picture is not None),
+                texts=self._texts,
             )
             for number in range(len(self._config.sample.prompts))
         ]
@@ -222,6 +231,19 @@ class LiveSamples:
         from ops.models.folders import resolve
 
         return replace(self._given, model=resolve(self._given.model)[0])
+
+    @cached_property
+    def _texts(self) -> KeptTexts | None:
+        """Those of a run that takes its texts from a cache."""
+        from actors.pool.workers import uses_gpu
+        from app.inputs.items import cache_of
+        from app.sampling.kept_texts import kept_texts
+
+        if "text" not in from_cache(self._given.data.cache):
+            return None
+        cuda = uses_gpu(self._given.workers)
+        dtype = self._config.model.text.dtype_on("cuda" if cuda else "cpu")
+        return kept_texts(cache_of(self._config, self._given.data, cuda=cuda), live_texts(self._given), dtype)
 
     @cached_property
     def _first(self) -> list[np.ndarray | None]:

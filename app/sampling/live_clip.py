@@ -18,6 +18,7 @@ from actors.worker.loading import Modules
 from app.drawing.video import mp4_of, sheet_frames
 from app.sampling.clip_worker import MadeClip
 from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.kept_texts import KeptTexts
 from app.sampling.model import Model, by_noise
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
@@ -36,6 +37,7 @@ class LiveClip:
     number: int
     config: RunConfig
     first: tuple[np.ndarray, ...]  # the pictures that it is made from, if any
+    texts: KeptTexts | None = None  # of a run that takes its texts from a cache
 
     @property
     def name(self) -> str:
@@ -66,7 +68,12 @@ class LiveClip:
         before("prompt")
         prompts = (PromptLine.of(lines[self.number]).text,)
         told = encode_prompts(
-            modules.text, modules.image, modules.config, prompts, settings.negative_prompt, self.first
+            self.texts or modules.text,
+            modules.image if self.first else None,
+            modules.config,
+            prompts,
+            settings.negative_prompt,
+            self.first,
         )
         # The decode is one piece: its tiles are too large to stay on a GPU while cascades run.
         (video,) = make_clips(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.image import ImageEncoder
-from ops.models.text import TextEncoder
 from ops.models.text_pair import split
 
 _AT_ONCE = 64  # texts whose rows wait on the device: half a GiB of the largest encoders
@@ -43,9 +43,15 @@ class EncodedPrompts:
     negative: PromptRows
 
 
+class Texts(Protocol):
+    """What makes the rows of prompts: a text encoder, or what it has made."""
+
+    def encode(self, captions: list[str], pictures: Sequence[np.ndarray] = ()) -> list[Tensor]: ...
+
+
 @torch.no_grad()
 def encode_prompts(
-    text: TextEncoder,
+    text: Texts,
     image: ImageEncoder | None,
     model: ModelConfig,
     prompts: Sequence[str],

@@ -27,6 +27,7 @@ from app.settings.prompts import with_prompts_of_file
 from app.settings.rules import (
     check_attention,
     check_buckets,
+    check_cache,
     check_degrees,
     check_experts,
     check_first,
@@ -123,6 +124,7 @@ def check(config: RunConfig, read: Geometry | None = None) -> None:
     check_buckets(config.data, config.model, read)
     check_flow(config.model, config.train.flow, read)
     check_pictures(config.train, config.model, config.data, read)
+    check_cache(config.data, config.model, config.sample)
     check_levels(config.model, config.train.flow, read)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow, read)
     check_validation(config.validation, config.checkpoint, config.data)

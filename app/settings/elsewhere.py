@@ -6,6 +6,8 @@ _EPOCHS = (
     "train.steps (steps = epochs x samples / samples of a step; heddle train --dry-run says how often the steps draw "
     "each sample)"
 )
+_BEFOREHAND = "data.cache.path (a run fills it as it goes, `heddle data cache --config RUN.yaml` beforehand)"
+_FROM_CACHE = "data.cache.only (after `heddle data cache --config RUN.yaml`, which fills data.cache.path)"
 _REPEATS = "data.sources (weight of each, a share of the draws; how often all are drawn follows from train.steps)"
 ELSEWHERE = {
     "pretrained_model_name_or_path": "model.dit.path",
@@ -200,10 +202,14 @@ ELSEWHERE = {
     "cache_directory": "data.cache.path",
     "cached_video": "data.cache.path",
     "cached_text": "data.cache.path",
-    "cache_latents_to_disk": "data.cache.path",
-    "cache_text_encoder_outputs": "data.cache.path",
-    "cache_text_encoder_outputs_to_disk": "data.cache.path",
-    "enable_precomputation": "data.cache.path",
+    "cache_latents": _BEFOREHAND,
+    "cache_latents_to_disk": _BEFOREHAND,
+    "cache_text_encoder_outputs": _BEFOREHAND,
+    "cache_text_encoder_outputs_to_disk": _BEFOREHAND,
+    "cache_only": _FROM_CACHE,
+    "enable_precomputation": _BEFOREHAND,
+    "precomputation_once": _FROM_CACHE,
+    "precomputation_dir": "data.cache.path",
     "batch_size": "data.batch",
     "train_batch_size": "data.batch",
     "micro_batch_size_per_gpu": "data.batch",
@@ -324,10 +330,6 @@ DONE_OTHERWISE = {
     "network_dropout": _NO_DROPOUT,
     "frame_extraction": _FRAMES,
     "video_clip_mode": _FRAMES,
-    "cache_only": (
-        "the cache of data.cache.path is filled by the steps of a run, each clip and caption when it is first trained; "
-        "no step waits for all of it."
-    ),
     "framewise_flow_shift": (
         "the shift is that of a clip: train.flow.flow_shift, or by its tokens, and so its frames, "
         "train.flow.token_shift; a noise level for each frame is train.flow.frame_levels."

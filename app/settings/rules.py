@@ -175,6 +175,17 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
         )
 
 
+def check_cache(data: DataConfig, model: ModelConfig, sample: SampleConfig) -> None:
+    """Samples of a run that takes its texts from a cache have theirs there, too."""
+    live = bool(sample.every and sample.prompts) and not model.dit.lacks_expert
+    if data.cache.only and data.cache.text and live and model.text.sees_picture:
+        raise ConfigError(
+            f"data.cache.only is true, and sample.every {sample.every} makes clips of texts that the text encoder of "
+            f"model.text sees with a picture: the cache has none of them. Set sample.every: 0 and make clips by "
+            f"`heddle sample`, or data.cache.text: false."
+        )
+
+
 def check_levels(model: ModelConfig, flow: FlowConfig, read: Geometry | None = None) -> None:
     """Times and noise levels by frame are for a transformer that takes them, those of a first frame for one that is not
     given it."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.feed.item_cache import CacheNames, ItemCache
 from app.settings.config import RunConfig
 from data.config import BatchConfig, DataConfig, SourceConfig
 from data.dataset.dataset import Dataset
 from data.readers.registry import with_kind
 from data.storage import absolute, expand
-from data.types import DecodeJob
+from data.types import DataItem, DecodeJob
 from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.folders import resolve
@@ -31,6 +32,7 @@ class HeldOutClip:
     job: DecodeJob  # of this clip alone
     key: str
     own_rate: float = 0.0  # its frame rate (1/s) where the transformer takes that of each clip
+    kept: CacheNames | None = None  # in the cache of a run that takes its own results from it; None: it is encoded
 
     @property
     def bucket(self) -> str:
@@ -39,24 +41,32 @@ class HeldOutClip:
         return f"{size.frames}x{size.height}x{size.width}"
 
 
-def held_out_clips(config: RunConfig, geometry: Geometry) -> list[HeldOutClip]:
+def held_out_clips(config: RunConfig, geometry: Geometry, cache: ItemCache | None = None) -> list[HeldOutClip]:
     """The first `validation.clips` of a fixed shuffle, or all where there are fewer; `config` with its model resolved.
+    Where they come from a `cache` of `held_out_data`, with their names in it.
 
     Raises what `Dataset.open` raises: DataError where no clip fits a bucket of the run.
     """
-    data, wanted = held_out_data(config), config.validation.clips
-    dataset = Dataset.open(data, geometry, SEED)
-    usable = sum(int((population.shape >= 0).sum()) for population in dataset.planner.populations)
-    own_rates = config.model.dit.clip_rate is not None and data.fps == 0
+    own_rates = config.model.dit.clip_rate is not None and config.data.fps == 0
     found: list[HeldOutClip] = []
+    for item in held_out_items(config, geometry):
+        (sample,), (clip,) = item.samples, item.job.clips
+        names = cache.names(item) if cache is not None else None
+        rate = clip.fps if own_rates else 0.0
+        found.append(HeldOutClip(job=item.job, key=f"held out {sample.draw}", own_rate=rate, kept=names))
+    return found
+
+
+def held_out_items(config: RunConfig, geometry: Geometry) -> list[DataItem]:
+    """The same as items of the data layer, each of one clip."""
+    wanted = config.validation.clips
+    dataset = Dataset.open(held_out_data(config), geometry, SEED)
+    usable = sum(int((population.shape >= 0).sum()) for population in dataset.planner.populations)
+    found: list[DataItem] = []
     for number in range(_STEPS_PER_CLIP * wanted):
         if len(found) == min(wanted, usable):
             break
-        for item in dataset.step(number).items:
-            (sample,), (clip,) = item.samples, item.job.clips
-            if sample.epoch == 0:
-                key = f"held out {sample.draw}"
-                found.append(HeldOutClip(job=item.job, key=key, own_rate=clip.fps if own_rates else 0.0))
+        found += [item for item in dataset.step(number).items if item.samples[0].epoch == 0]
     return found
 
 

@@ -21,15 +21,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
 from actors.aside_turns import TurnReport
+from actors.plan.spared import from_cache
+from actors.plan.types import Module
 from actors.records.events import HeldOutFailed, HeldOutMeasured, RunEvent, events_so_far
 from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig
-from app.validation.clips import HeldOutClip, held_out_clips
+from app.validation.clips import HeldOutClip, held_out_clips, held_out_data
 from data.errors import DataError, DataIOError
 from ops.counted import counted
 
 if TYPE_CHECKING:
-    from app.validation.work import ClipLosses, HeldOutWork
+    from actors.feed.item_cache import ItemCache
+    from app.validation.work import ClipLosses, HeldOutWork, KeptClips
     from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
@@ -102,6 +105,11 @@ class LiveHeldOut:
     @property
     def expected(self) -> bool:
         return bool(self._every)
+
+    @property
+    def encoders(self) -> tuple[Module, ...]:
+        """What the run itself takes from its cache its held-out clips have there, too."""
+        return ()
 
     def wanted(self) -> list[HeldOutWork]:
         found, self._wanted = self._wanted, []
@@ -181,6 +189,7 @@ class LiveHeldOut:
                     draws=config.validation.draws,
                     timeout_s=config.data.engine.clip_timeout_s,
                     clips=tuple(clips[number::parts]),
+                    kept=self._kept,
                 ),
             )
             for number in range(parts)
@@ -221,7 +230,25 @@ class LiveHeldOut:
 
     @cached_property
     def _clips(self) -> list[HeldOutClip]:
-        return held_out_clips(*self._resolved)
+        return held_out_clips(*self._resolved, self._cache)
+
+    @cached_property
+    def _cache(self) -> ItemCache | None:
+        """That of a run which takes its own results from it."""
+        from actors.pool.workers import uses_gpu
+        from app.inputs.items import cache_of
+
+        if not from_cache(self._given.data.cache):
+            return None
+        return cache_of(self._config, held_out_data(self._config), cuda=uses_gpu(self._config.workers))
+
+    @property
+    def _kept(self) -> KeptClips | None:
+        from app.validation.work import KeptClips
+
+        if self._cache is None:
+            return None
+        return KeptClips.over(self._cache, self._clips, from_cache(self._given.data.cache))
 
 
 def _left_out_before(run_dir: Path) -> list[str]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom
 from actors.config import TrainConfig
+from actors.feed.item_cache import KINDS, ItemCache
+from actors.plan.types import Module
 from actors.worker.aside import with_room
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, picture_noise
 from actors.worker.loading import Modules
@@ -29,7 +31,10 @@ from actors.worker.meter import ran_out, release
 from actors.worker.passes import clean_frames, compute_dtype, conditions_of, pass_settings
 from app.sampling.live_clip import weights_of
 from app.validation.clips import SEED, HeldOutClip
+from data.cache import Cache
+from data.config import CacheConfig
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
+from data.ledger import BadSample
 from data.types import Batch
 from ops.comm.collectives import Group
 from ops.flow.objective import TIMES, draw_expert
@@ -82,6 +87,33 @@ def nobody_else(piece: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptClips:
+    """Where the encode results of held-out clips are, of a run that takes its own from a cache."""
+
+    cache: CacheConfig
+    modules: tuple[Module, ...]  # of whose results it has all
+    shapes: Mapping[tuple[Module, str], tuple[range, int]]  # rows and their numbers, of a module and a bucket
+    spares_pixels: bool  # nothing is made of them
+
+    @staticmethod
+    def over(cache: ItemCache, clips: Sequence[HeldOutClip], modules: tuple[Module, ...]) -> KeptClips:
+        """Those of these clips."""
+        buckets = {clip.bucket: clip.job.bucket for clip in clips}
+        shapes = {(module, name): cache.shape(module, one) for name, one in buckets.items() for module in modules}
+        spared = all(module in modules for module in cache.encoders.see_pixels)
+        return KeptClips(cache=cache.cache.config, modules=modules, shapes=shapes, spares_pixels=spared)
+
+    def of(self, clip: HeldOutClip) -> dict[Module, Tensor]:
+        """What there is of a clip. Raises BadSample where one is missing, DataIOError where storage fails."""
+        assert clip.kept is not None, "it was named when the clips were found"
+        store, found = Cache(self.cache), dict[Module, Tensor]()
+        for module in self.modules:
+            (name,) = clip.kept.of(module)
+            found[module] = torch.from_numpy(store.take(KINDS[module], name, *self.shapes[module, clip.bucket]))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutPart:
     """Some held-out clips, and how their losses are taken."""
 
@@ -89,6 +121,7 @@ class HeldOutPart:
     draws: int  # noise levels of each clip
     timeout_s: float  # of the decoder, for one clip
     clips: tuple[HeldOutClip, ...]
+    kept: KeptClips | None = None  # of a run that takes its own results from a cache
 
     def run(self, modules: Modules, device: torch.device, before: Callable[[str], None] = nobody_else) -> ClipLosses:
         """Clips are decoded in a process of their own while others are computed; what is not decoded by then is waited
@@ -104,7 +137,13 @@ class HeldOutPart:
                     unread.append(clip.bucket)
                     continue
                 try:
-                    found += with_room(partial(self._losses, clip, batch, modules, device, before), before)
+                    kept = self.kept.of(clip) if self.kept is not None else {}
+                except BadSample as error:
+                    log.warning("a held-out clip of %s is left out: %s", clip.bucket, error)
+                    unread.append(clip.bucket)
+                    continue
+                try:
+                    found += with_room(partial(self._losses, clip, batch, kept, modules, device, before), before)
                 except Exception as error:
                     if not ran_out(error):
                         raise
@@ -115,15 +154,25 @@ class HeldOutPart:
         return ClipLosses.together([done], {})
 
     def _losses(
-        self, clip: HeldOutClip, batch: Batch, modules: Modules, device: torch.device, before: Callable[[str], None]
+        self,
+        clip: HeldOutClip,
+        batch: Batch,
+        kept: Mapping[Module, Tensor],
+        modules: Modules,
+        device: torch.device,
+        before: Callable[[str], None],
     ) -> list[ClipLoss]:
         """The losses of one clip, in pieces of an aside."""
         before(f"encode {clip.bucket}")
-        encoded, found = _EncodedClip.of(clip, batch, modules, self.train, device), []
+        encoded, found = _EncodedClip.of(clip, batch, kept, modules, self.train, device), []
         for draw in range(self.draws):
             before(f"loss {clip.bucket}")
             found.append(encoded.loss(draw))
         return found
+
+    @property
+    def _needs_pixels(self) -> bool:
+        return self.kept is None or not self.kept.spares_pixels
 
     def _decoded(self, before: Callable[[str], None]) -> Generator[tuple[HeldOutClip, Batch | None]]:
         """Each clip with its pixels and caption, or None where that ended the decoder; the one after it is decoded
@@ -131,8 +180,9 @@ class HeldOutPart:
         with DecodeProcess() as process, ThreadPoolExecutor(1) as ahead:
 
             def decode(clip: HeldOutClip) -> Batch | None:
+                job = clip.job if self._needs_pixels else replace(clip.job, pixels=False)
                 try:
-                    return process.decode(clip.job, self.timeout_s)
+                    return process.decode(job, self.timeout_s)
                 except (DecoderDied, DecoderHung):
                     return None
 
@@ -187,14 +237,23 @@ class _EncodedClip:
 
     @staticmethod
     @torch.no_grad()
-    def of(clip: HeldOutClip, batch: Batch, modules: Modules, train: TrainConfig, device: torch.device) -> _EncodedClip:
-        """Encode pixels (uint8 [1, T, H, W, 3]) and caption of the batch."""
+    def of(
+        clip: HeldOutClip,
+        batch: Batch,
+        kept: Mapping[Module, Tensor],
+        modules: Modules,
+        train: TrainConfig,
+        device: torch.device,
+    ) -> _EncodedClip:
+        """Encode pixels (uint8 [1, T, H, W, 3]) and caption of the batch, as far as they are not `kept`."""
         frame, solo, measure = FirstFrame.of(modules.config), Group.solo(), NoMeasure()
         dtype = compute_dtype(modules.dit)
-        seen = [batch.video[0, 0]] if modules.config.text.sees_picture else []
-        noise = picture_noise(train.picture_noise, SEED, [(0, clip.key)])
-        (text,) = encode_texts(modules.text, batch.captions, solo, measure, device, seen)
-        (rows,) = encode_clips(modules, frame, torch.from_numpy(batch.video), solo, measure, device, noise)
+        if (text := kept.get("text")) is None:
+            seen = [batch.video[0, 0]] if modules.config.text.sees_picture else []
+            (text,) = encode_texts(modules.text, batch.captions, solo, measure, device, seen)
+        if (rows := kept.get("vae")) is None:
+            noise = picture_noise(train.picture_noise, SEED, [(0, clip.key)])
+            (rows,) = encode_clips(modules, frame, torch.from_numpy(batch.video), solo, measure, device, noise)
         (text,), pooled = split([text.to(device, dtype)], modules.config.text)
         rows = rows.to(device, dtype)
         grid = modules.geometry.token_grid(*clip.job.shape[1:4])

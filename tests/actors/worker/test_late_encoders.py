@@ -115,6 +115,8 @@ def test_what_encoders_will_take_is_known_before_they_are_made(tmp_path: Path) -
     settings = WorkerSettings(model=model, train=train_config(), workers=WorkersConfig(), cached=("text", "vae"))
     modules = build_modules(settings, CPU)
     on_cpu, on_gpu = late_sizes(modules, CPU), late_sizes(modules, torch.device("cuda"))
+    assert late_sizes(modules, CPU, never=("vae", "text")) == (0.0, 0.0), "a run that takes all from its cache"
+    without_text = late_sizes(modules, CPU, never=("text",))
     host = replace(modules.config, text=replace(modules.config.text, place="host"))
     visiting = late_sizes(SimpleNamespace(config=host, lacks=modules.lacks), torch.device("cuda"))  # type: ignore[arg-type]
     modules.ready("vae"), modules.ready("text")
@@ -123,6 +125,7 @@ def test_what_encoders_will_take_is_known_before_they_are_made(tmp_path: Path) -
         for module in (modules.vae.model, modules.text.encoder)  # type: ignore[attr-defined]
     )
     assert on_cpu.device * 2**30 == on_cpu.host * 2**30 == 4 * (vae + text)
+    assert without_text.device * 2**30 == without_text.host * 2**30 == 4 * vae
     assert (on_gpu.device * 2**30, on_gpu.host) == (2 * (vae + text), 0.0)
     assert (visiting.device * 2**30, visiting.host * 2**30) == (2 * vae, 2 * text)
     assert late_sizes(modules, CPU) == (0.0, 0.0)

@@ -1,0 +1,33 @@
+"""What a run's workers make beside its steps, as far as its settings say, and the encoders that they need for it."""
+
+from __future__ import annotations
+
+from actors.plan.spared import Spared, from_cache
+from actors.plan.types import Module
+from app.settings.config import RunConfig
+
+
+def spared(config: RunConfig) -> Spared:
+    """What a cache spares the workers of this run."""
+    return Spared.of(config.data.cache, beside=encoders_of_samples(config))
+
+
+def encoders_of_samples(config: RunConfig) -> tuple[Module, ...]:
+    """Modules that workers need for samples: their VAE decodes clips, and texts of prompts are in the cache of a run
+    that takes its texts from it. Held-out losses of a run take all that it takes itself from there."""
+    if not makes_samples(config):
+        return ()
+    return ("vae",) if "text" in from_cache(config.data.cache) else ("text", "vae")
+
+
+def makes_samples(config: RunConfig) -> bool:
+    """Whether the workers make samples. Those of one expert of two are made by a task of its own."""
+    sample = config.sample
+    return bool(sample.every and sample.prompts) and not config.model.dit.lacks_expert
+
+
+def live_texts(config: RunConfig) -> tuple[str, ...]:
+    """The texts of the samples that workers make: the prompts, then what guidance moves away from."""
+    if not makes_samples(config):
+        return ()
+    return (*config.sample.prompts, config.sample.negative_prompt)

@@ -1,0 +1,344 @@
+"""What a run may ask its cache for, and what of it is there: the entries of every clip in every shape that a step may
+draw it in, and of every caption, of its held-out clips, and the texts of the prompts that its samples are made of.
+
+    found = look(config, cuda=True)
+    found.kinds["latents"].missing          # what `heddle data cache` makes
+
+Names are those that a run itself gives (`actors.feed.item_cache`): no pixel is read for them, captions are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from actors.feed.encoders import Encoders
+from actors.feed.item_cache import KINDS, ItemCache
+from actors.feed.step_source import item_facts
+from actors.plan.spared import from_cache
+from actors.plan.types import Module
+from app.inputs.beside import live_texts
+from app.inputs.items import open_dataset
+from app.inputs.profiles import gpu_of, profile_of
+from app.settings.config import RunConfig
+from app.validation.clips import held_out_data, held_out_items
+from data.cache import OVERHEAD_BYTES, EntryKind, Listing
+from data.dataset.dataset import Dataset
+from data.dataset.every_draw import ClipCut, every_row, item_of, told_clips
+from data.dataset.index import IndexRow
+from data.decode import caption_of, fault_of
+from data.ledger import BadSample, Fault
+from data.storage import kept_open
+from data.types import Bucket, Clip, DataItem, DecodeJob
+from ops.counted import counted
+from ops.geometry import Geometry
+from ops.models.folders import resolve
+from ops.typed import ConfigError
+
+_READERS = 16  # captions read at a time: on remote storage each takes a request or two
+_ROWS_AT_ONCE = 64  # of one shard, mostly
+_FLOAT_BYTES = 4
+NO_SOURCE = -1  # of held-out clips, and of texts that no pixels are needed for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedEntry:
+    """An entry that is not there."""
+
+    kind: EntryKind
+    key: str
+    num_bytes: int  # of latents; of a text as its length has it, about
+    caption: str = ""  # of a text
+    cut: ClipCut | None = None  # of which clip of `data.sources` it is made; a text that sees no pixels has none
+    item: DataItem | None = None  # instead: a held-out clip
+
+    @property
+    def source(self) -> int:
+        """Number of its source in `data.sources`."""
+        return self.cut.source if self.cut is not None else NO_SOURCE
+
+
+@dataclass(kw_only=True, slots=True)
+class KindAccount:
+    """The entries of one kind, each counted once however many draws ask for it."""
+
+    there: Counter[int] = field(default_factory=Counter)  # by number in `data.sources`, or NO_SOURCE
+    bad: list[WantedEntry] = field(default_factory=list)  # of clips that could not be decoded: they train nothing
+    missing: list[WantedEntry] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> int:
+        return self.there.total() + len(self.bad) + len(self.missing)
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.missing)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLook:
+    """What a look at a run's data and its cache has found."""
+
+    dataset: Dataset
+    cache: ItemCache
+    kinds: dict[EntryKind, KindAccount]
+    untold: tuple[Fault, ...]  # samples whose caption cannot be read: their draws train nothing
+    moving: int  # clips in shapes of which every draw takes another part (`data.start_frame: random`)
+    moving_name: str  # of the first of them
+
+    def name_of(self, one: WantedEntry) -> str:
+        """How people find it."""
+        if one.item is not None:
+            return f"the held-out clip {one.item.samples[0].key} as {one.item.bucket}"
+        if one.cut is None:
+            shown = one.caption if len(one.caption) <= 60 else f"{one.caption[:60]}..."
+            return f"the caption {shown!r}"
+        return name_of_cut(self.dataset, one.cut)
+
+    def describe(self) -> str:
+        """One line, of a cache that lacks nothing."""
+        words = {"latents": "clip", "text": "text"}
+        told = [
+            f"{counted(account.wanted - len(account.bad), words[kind])}"
+            f"{f' and {len(account.bad):,} bad' if account.bad else ''}"
+            for kind, account in self.kinds.items()
+        ]
+        return f"cache     has all of {', '.join(told)}: no encoder is loaded for steps (data.cache.only)"
+
+    def lacking(self) -> str:
+        """Such as "latents of 12 of 1,200 clips and 3 of 90 texts"; "" where nothing is."""
+        told = {kind: (len(account.missing), account.wanted) for kind, account in self.kinds.items()}
+        words = {"latents": "latents of {} of {:,} clips", "text": "{} of {:,} texts"}
+        return " and ".join(words[kind].format(f"{lacks:,}", wanted) for kind, (lacks, wanted) in told.items() if lacks)
+
+
+def name_of_cut(dataset: Dataset, cut: ClipCut) -> str:
+    """Such as "a of clips/00000.tar as 17x480x832"."""
+    row = dataset.indexes[cut.source].row(cut.row)
+    return f"{row.key} of {row.shard} as {cut.bucket}"
+
+
+def look(
+    config: RunConfig,
+    *,
+    cuda: bool,
+    modules: Sequence[Module],
+    bad_list: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CacheLook:
+    """What the cache of a run on GPUs (`cuda`) or CPUs has of these modules' results, and lacks. Of clips whose part
+    every draw chooses anew nothing is wanted: `moving` counts them. `progress` hears of samples.
+
+    Raises DataError and ValueError as the opening of the data does.
+    """
+    model, geometry = resolve(config.model)
+    dataset = open_dataset(config, geometry, profile_of(config, model, geometry), bad_list=bad_list)
+    device = replace(config.workers, device="cuda" if cuda else "cpu")
+    facts = item_facts(config.data, config.train, device, model, geometry)
+    survey = _Survey(dataset, ItemCache(config.data, facts.encoders, geometry), geometry, modules)
+    total = dataset.ledger.planned
+    for done, (row, cuts, told) in enumerate(survey.read(every_row(dataset)), start=1):
+        survey.add_row(row, cuts, told)
+        progress(done, total)
+    if config.validation.every and config.validation.sources:
+        of_held_out = ItemCache(held_out_data(config), facts.encoders, geometry)
+        for item in held_out_items(replace(config, model=model), geometry):
+            survey.add_item(item, of_held_out)
+    for text in live_texts(config) if not facts.encoders.picture_rows else ():
+        survey.add_text(text)
+    return survey.found()
+
+
+class _Survey:
+    """Counts entries, each once."""
+
+    def __init__(self, dataset: Dataset, cache: ItemCache, geometry: Geometry, modules: Sequence[Module]) -> None:
+        self._dataset, self._cache, self._geometry = dataset, cache, geometry
+        self._modules = tuple(modules)
+        self._kinds: dict[EntryKind, KindAccount] = {KINDS[module]: KindAccount() for module in modules}
+        self._listed: dict[EntryKind, Listing] = {kind: cache.cache.listing(kind) for kind in self._kinds}
+        self._seen: set[bytes] = set()
+        self._untold: list[Fault] = []
+        self._moving, self._moving_name = 0, ""
+
+    @property
+    def _sees_pixels(self) -> bool:
+        return bool(self._cache.encoders.picture_rows)
+
+    def read(
+        self, rows: Iterator[tuple[IndexRow, list[ClipCut]]]
+    ) -> Iterator[tuple[IndexRow, list[ClipCut], list[str | BadSample]]]:
+        """Each row with its captions, or why one cannot be read: several are read at a time."""
+        waiting: deque[tuple[list[tuple[IndexRow, list[ClipCut]]], Future[list[list[str | BadSample]]]]] = deque()
+        with ThreadPoolExecutor(_READERS) as readers:
+            for some in _batched(rows, _ROWS_AT_ONCE):
+                clips = [told_clips(self._dataset, row) if "text" in self._modules else [] for row, _ in some]
+                waiting.append((some, readers.submit(_read_captions, self._dataset, some[0][1][0].bucket, clips)))
+                if len(waiting) > 2 * _READERS:
+                    yield from _joined(*waiting.popleft())
+            while waiting:
+                yield from _joined(*waiting.popleft())
+
+    def add_row(self, row: IndexRow, cuts: Sequence[ClipCut], told: Sequence[str | BadSample]) -> None:
+        """A row of the training data."""
+        texts = dict.fromkeys(text for text in told if isinstance(text, str))
+        for error in (error for error in told if isinstance(error, BadSample)):
+            clip = row.clip()
+            self._untold.append(fault_of(clip, error.reason, error.offset, error.detail))
+        for cut in cuts:
+            item = item_of(self._dataset, "cache", [cut])
+            if cut.moves and ("vae" in self._modules or self._sees_pixels):
+                self._moving += 1
+                self._moving_name = self._moving_name or name_of_cut(self._dataset, cut)
+            if cut.moves:
+                continue
+            self._add_latents(item, self._cache, cut=cut)
+            if self._sees_pixels:
+                self._add_texts(texts, self._cache.frames(item)[0], cut=cut)
+        if not self._sees_pixels:
+            self._add_texts(texts)
+
+    def add_item(self, item: DataItem, cache: ItemCache) -> None:
+        """A held-out clip."""
+        (clip,) = item.job.clips
+        try:
+            text = caption_of(clip, item.job)
+        except BadSample:  # it is counted as unread
+            return
+        self._add_latents(item, cache, item=item)
+        self._add_texts([text], cache.frames(item)[0], item=item if self._sees_pixels else None)
+
+    def add_text(self, text: str) -> None:
+        """One that no clip has."""
+        self._add_texts([text])
+
+    def found(self) -> CacheLook:
+        return CacheLook(
+            dataset=self._dataset,
+            cache=self._cache,
+            kinds=self._kinds,
+            untold=tuple(self._untold),
+            moving=self._moving,
+            moving_name=self._moving_name,
+        )
+
+    def _add_latents(
+        self, made: DataItem, cache: ItemCache, cut: ClipCut | None = None, item: DataItem | None = None
+    ) -> None:
+        if "vae" not in self._modules:
+            return
+        rows, width = cache.shape("vae", made.bucket)
+        size = rows[-1] * width * _FLOAT_BYTES + OVERHEAD_BYTES
+        self._count(WantedEntry(kind="latents", key=cache.latents(made)[0], num_bytes=size, cut=cut, item=item))
+
+    def _add_texts(
+        self, texts: Iterable[str], frame: str = "", cut: ClipCut | None = None, item: DataItem | None = None
+    ) -> None:
+        if "text" not in self._modules:
+            return
+        for text in texts:
+            size = text_rows(text, self._cache.encoders) * self._cache.encoders.text_width * _FLOAT_BYTES
+            self._count(
+                WantedEntry(
+                    kind="text",
+                    key=self._cache.text(text, frame),
+                    num_bytes=size + OVERHEAD_BYTES,
+                    caption=text,
+                    cut=cut,
+                    item=item,
+                )
+            )
+
+    def _count(self, one: WantedEntry) -> None:
+        account, listed = self._kinds[one.kind], self._listed[one.kind]
+        if (name := bytes.fromhex(one.key)) in self._seen:
+            return
+        self._seen.add(name)
+        if one.key in listed.entries:
+            account.there[one.source] += 1
+        elif one.key in listed.bad:
+            account.bad.append(one)
+        else:
+            account.missing.append(one)
+
+
+def text_rows(text: str, encoders: Encoders) -> int:
+    """Rows of a caption's embedding, about."""
+    tokens = min(encoders.max_length, int(len(text) / encoders.chars_per_token) + 1)
+    return min(max(tokens + encoders.picture_rows, encoders.least_text), encoders.most_text)
+
+
+def check_only(config: RunConfig, *, cuda: bool) -> str:
+    """What a run that trains from its cache alone finds there, in words. Raises ConfigError where it would miss an
+    entry, and what `look` raises."""
+    found = look(config, cuda=cuda, modules=from_cache(config.data.cache))
+    if why := _why_not_only(found, config):
+        raise ConfigError(why)
+    return found.describe()
+
+
+def cache_preview(config: RunConfig) -> tuple[str, str]:
+    """(what of a cache that a run trains from alone is there, in a line; why it would not start with that); both "" of
+    another run. Raises what `look` raises."""
+    modules = from_cache(config.data.cache)
+    if not modules:
+        return "", ""
+    found = look(config, cuda=bool(gpu_of(config)), modules=modules)
+    if why_not := _why_not_only(found, config):
+        lacking = found.lacking() or "latents of clips that no draw begins at the same frame"
+        return f"cache     lacks {lacking}: as it is this run does not start", why_not
+    return found.describe(), ""
+
+
+def _why_not_only(found: CacheLook, config: RunConfig) -> str:
+    """Why a run cannot train from its cache alone, with what would help; "" where it can."""
+    if found.moving:
+        return (
+            f"data.cache.only is true and data.start_frame is random: of {counted(found.moving, 'clip')} longer than "
+            f"their bucket every draw takes another part, the first is {found.moving_name}. Set data.start_frame: "
+            f"fixed, or take texts alone from the cache (data.cache.latents: false)."
+        )
+    missing = [one for account in found.kinds.values() for one in account.missing]
+    if not missing:
+        return ""
+    return (
+        f"data.cache.only is true, and {config.data.cache.path} lacks {found.lacking()}, the first is "
+        f"{found.name_of(missing[0])}. Make them with `heddle data cache --config RUN.yaml` and the same --set, or set "
+        f"data.cache.only: false."
+    )
+
+
+def _read_captions(dataset: Dataset, bucket: Bucket, rows: Sequence[Sequence[Clip]]) -> list[list[str | BadSample]]:
+    job = dataset.job("cache", bucket, (), crop=False)
+    with kept_open():
+        return [[_caption(clip, job) for clip in clips] for clips in rows]
+
+
+def _caption(clip: Clip, job: DecodeJob) -> str | BadSample:
+    try:
+        return caption_of(clip, job)
+    except BadSample as error:
+        return error
+
+
+def _joined(
+    some: list[tuple[IndexRow, list[ClipCut]]], told: Future[list[list[str | BadSample]]]
+) -> Iterator[tuple[IndexRow, list[ClipCut], list[str | BadSample]]]:
+    for (row, cuts), texts in zip(some, told.result(), strict=True):
+        yield row, cuts, texts
+
+
+def _batched(
+    rows: Iterator[tuple[IndexRow, list[ClipCut]]], size: int
+) -> Iterator[list[tuple[IndexRow, list[ClipCut]]]]:
+    some: list[tuple[IndexRow, list[ClipCut]]] = []
+    for row in rows:
+        some.append(row)
+        if len(some) == size:
+            yield some
+            some = []
+    if some:
+        yield some
