@@ -63,7 +63,7 @@ for _command in (
     *(export, convert, report, compare, families, settings),
 ):
     app.command()(_command)
-app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
+app.add_typer(data_app, name="data", help="Make, index, check, convert and encode data sets.")
 app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")
 app.add_typer(workers_app, name="workers", help="Look at, drain, add, scale, kill or stop the workers of a live run.")
 

@@ -1,4 +1,4 @@
-"""`heddle data`: make, index, check, look at and convert data sets. Heavy imports come inside the commands."""
+"""`heddle data`: make, index, check, look at, convert and encode data sets. Heavy imports come inside the commands."""
 
 from __future__ import annotations
 
@@ -276,3 +276,27 @@ def preview(
     from app.settings.config import RunConfig, from_here
 
     make(from_here(RunConfig.load(config, overrides or [])), out, samples, frames)
+
+
+@app.command()
+def cache(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run whose cache is filled.")],
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Address of a Ray cluster; default: RAY_ADDRESS, else this machine.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what is missing and the bytes that it takes, and stop.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Try clips once more that could not be decoded before.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", help="List of all faults.")] = Path("bad.jsonl"),
+) -> None:
+    """Encode all that a run may draw into data.cache.path, so that it trains without VAE and text encoder
+    (data.cache.only). The same command continues what was stopped. Exit code 4 where more clips are bad than the
+    limits allow.
+    """
+    from app.caching.command import cache as fill
+
+    fill(config, overrides or [], cluster=cluster, dry_run=dry_run, again=again, out=out)

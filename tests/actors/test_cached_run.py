@@ -1,0 +1,145 @@
+"""Real runs that train from a cache alone, which `heddle data cache` has filled on the workers of the same cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from app.bench.lab import Lab, LabRun
+from app.caching.fill import FillError, fill
+from app.caching.worker import FilledUnit, FillJob, FillUnit, FillWorker
+from app.kept.wanted import CacheLook, check_only, look
+from app.settings.config import RunConfig
+from data.cache import Cache
+from data.config import CacheConfig
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+STEPS = 8
+SAME_TRAINING = 1e-6  # sums of other workers, and texts that were encoded beside others
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(tmp_path_factory.mktemp("cached")) as lab:
+        lab.add_node(workers=2)
+        yield lab
+
+
+def config_of(lab: Lab, name: str, cache: str, only: bool = False, workers: int = 1) -> RunConfig:
+    return lab.config(
+        name,
+        data={"cache": {"path": str(lab.folder / cache), "min_free_gib": 0, "only": only}, "start_frame": "fixed"},
+        train={"steps": STEPS},
+        workers={"min": 1, "max": workers},
+        planner={"strategy": "static"},
+    )
+
+
+class DyingWorker(FillWorker):
+    """Ends in the middle of its third unit, the first of all to come to one, and has written the others by then."""
+
+    def fill(self, unit: FillUnit) -> FilledUnit:
+        answer = super().fill(unit)
+        if unit.number >= 2:
+            try:
+                (self._cache.root / ".died").touch(exist_ok=False)
+            except FileExistsError:
+                return answer
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+
+class HopelessWorker(FillWorker):
+    """Ends with each unit of clips."""
+
+    def fill(self, unit: FillUnit) -> FilledUnit:
+        if unit.kind == "latents":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fill(unit)
+
+
+def filled(config: RunConfig, workers: int, worker_class: type = FillWorker) -> tuple[CacheLook, list[FilledUnit]]:
+    found = look(config, cuda=False, modules=("text", "vae"))
+    root = found.cache.cache.root
+    root.mkdir(parents=True, exist_ok=True)
+    (root / ".sign").touch()
+    job = FillJob(
+        model=config.model,
+        train=config.train,
+        workers=config.workers,
+        cache=config.data.cache,
+        clip_timeout_s=60.0,
+        sign=".sign",
+    )
+    options = {"num_cpus": 2.0, "num_gpus": 0.0}
+    told = fill(job, found, workers, threads=2, options=options, tell=lambda text: None, worker_class=worker_class)
+    return found, [answer for _, answer in told]
+
+
+def files(lab: Lab, cache: str) -> dict[str, bytes]:
+    root = lab.folder / cache
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.glob("*/*/*.npy")}
+
+
+@pytest.fixture(scope="module")
+def one(lab: Lab) -> CacheLook:
+    """A cache that one worker has filled."""
+    found, answers = filled(config_of(lab, "one", "one"), workers=1)
+    assert sum(len(answer.kept) for answer in answers) == sum(one.wanted for one in found.kinds.values())
+    return found
+
+
+def test_two_workers_of_which_one_dies_fill_the_same_bytes(lab: Lab, one: CacheLook) -> None:
+    """What was written stays, what was not is made by the others; nothing is made twice."""
+    config = config_of(lab, "two", "two")
+    found, answers = filled(config, workers=2, worker_class=DyingWorker)
+    assert (lab.folder / "two" / ".died").is_file()
+    assert sum(len(a.kept) + len(a.there) for a in answers) == sum(one.wanted for one in found.kinds.values())
+    assert any(answer.there for answer in answers), "what the dead one had written"
+    assert files(lab, "two") == files(lab, "one")
+    for path in sorted((lab.folder / "two").glob("latents/*/*.npy"))[::2]:
+        path.unlink()
+    with pytest.raises(FillError, match=r"3 workers died or hung while they encoded .* What is written stays"):
+        filled(config, workers=2, worker_class=HopelessWorker)
+    _, again = filled(config, workers=1)
+    assert {answer.number for answer in again} and files(lab, "two") == files(lab, "one")
+
+
+def modules_of(run: LabRun) -> set[str]:
+    return {span.module for span in run.spans}
+
+
+def test_a_run_from_the_cache_encodes_nothing_and_trains_what_a_run_trains_that_encodes(
+    lab: Lab, one: CacheLook
+) -> None:
+    """Also when a worker of two dies in it. The other run keeps what it encodes: its own entries are the same."""
+    check_only(config_of(lab, "from-cache", "one", only=True), cuda=False)
+    taking = lab.start(config_of(lab, "from-cache", "one", only=True, workers=2))
+    taking.wait_for_step(1)
+    taking.signal_worker()
+    assert taking.join(600).code == 0
+    encoding = lab.start(config_of(lab, "encodes", "own"))
+    assert encoding.join(600).code == 0
+    assert taking.steps() == encoding.steps() == list(range(STEPS)) and taking.generations() > 1
+    assert modules_of(taking) == {"dit", "finish"} and modules_of(encoding) == {"text", "vae", "dit", "finish"}
+    assert taking.losses() == pytest.approx(encoding.losses(), rel=SAME_TRAINING)
+    own, made = (Cache(CacheConfig(path=str(lab.folder / name))) for name in ("own", "one"))
+    assert made.listing("text").entries >= own.listing("text").entries
+    latents = own.listing("latents").entries
+    assert latents and all(
+        own._path("latents", key).read_bytes() == made._path("latents", key).read_bytes() for key in latents
+    )
+
+
+@pytest.mark.long
+def test_a_run_whose_entries_are_those_of_another_run_takes_the_same_steps_to_the_last_bit(lab: Lab) -> None:
+    """What `data.cache.only` changes is who loads encoders: a run that finds all in the cache trains the same."""
+    config = config_of(lab, "finds", "one")
+    found, taken = lab.start(config), lab.start(config_of(lab, "takes", "one", only=True))
+    assert found.join(600).code == taken.join(600).code == 0
+    assert modules_of(found) == modules_of(taken) == {"dit", "finish"}
+    assert found.losses() == taken.losses() and len(found.losses()) == STEPS

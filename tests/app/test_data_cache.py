@@ -1,0 +1,557 @@
+"""`heddle data cache` and runs that train from what it keeps: no entry is missing, none is another than a run's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from typer.testing import CliRunner
+
+from actors.feed.feeder import Feeder
+from actors.feed.step_source import item_facts
+from actors.messages import CascadeTask, Piece
+from actors.outcome import Exit
+from actors.plan.spared import Spared
+from actors.plan.types import Module
+from actors.planning.forecasts import forecast
+from actors.step import StepItems
+from actors.worker.caching import ResultCache, host_copy
+from app.caching import command, worker
+from app.caching.fill import plans_of, unit_of
+from app.caching.worker import FilledUnit, FillJob, FillWorker, Unshared
+from app.cli import app
+from app.inputs.beside import live_texts, spared
+from app.inputs.items import cache_of, items_from_data, open_dataset
+from app.inputs.profiles import profile_of
+from app.kept.wanted import CacheLook, check_only, look
+from app.sampling.kept_texts import kept_texts
+from app.sampling.prompts import encode_prompts
+from app.settings.config import RunConfig
+from app.validation.clips import held_out_clips, held_out_data
+from app.validation.work import HeldOutPart, KeptClips
+from data.cache import Cache, CacheWriter
+from data.config import CacheConfig
+from data.decode import decode_job
+from data.engines.engine import make_engine
+from data.ledger import Reason
+from data.tools.synthetic import SynthConfig, synthesize
+from ops.models.folders import resolve
+from ops.models.load import build_text
+from ops.typed import ConfigError
+from tests.actors.exactness import close_hosts, make_hosts, train_config
+from tests.actors.worker.test_late_encoders import folders
+from tests.data.making import clip, good, picture, shard
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+BOTH: tuple[Module, ...] = ("text", "vae")
+CPU = torch.device("cpu")
+OTHER_BATCH = 1e-5  # rounding of fp32 in a text encoder, whose products are of another size with other captions beside
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    synthesize(folder, SynthConfig(clips=7, images=3, shards=1, seed=3, koala=False))
+    synthesize(folder / "held-out", SynthConfig(clips=2, images=1, shards=1, seed=4, koala=False))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(worker, "node_id", lambda: "here")
+    monkeypatch.setattr(worker, "given_gpu", lambda: "")
+    yield
+    close_hosts()
+
+
+def config_of(clips: Path, cache: Path, run: str = "demo", *changes: str) -> RunConfig:
+    given = [
+        f"data.sources=[{{path: {clips / 'shards'}, index: {clips / 'index'}, caption: 'json:captions'}}]",
+        f"data.cache={{path: {cache}, min_free_gib: 0}}",
+        "data.start_frame=fixed",
+        "data.engine.kind=pool",
+        "data.engine.decode_workers=1",
+        "workers.device=cpu",
+    ]
+    return RunConfig.load(RUNS / f"{run}.yaml", [*given, *changes])
+
+
+def from_cache(config: RunConfig, **cache: Any) -> RunConfig:
+    return replace(config, data=replace(config.data, cache=replace(config.data.cache, only=True, **cache)))
+
+
+def looked(config: RunConfig, modules: tuple[Module, ...] = BOTH) -> CacheLook:
+    return look(config, cuda=False, modules=modules)
+
+
+def filled(config: RunConfig, modules: tuple[Module, ...] = BOTH) -> tuple[CacheLook, list[FilledUnit]]:
+    """What the command makes, by one worker in this process."""
+    found = looked(config, modules)
+    root = found.cache.cache.root
+    root.mkdir(parents=True, exist_ok=True)
+    (root / ".sign").touch()
+    made = FillWorker()
+    made.load(
+        FillJob(
+            model=config.model,
+            train=config.train,
+            workers=config.workers,
+            cache=config.data.cache,
+            clip_timeout_s=60.0,
+            sign=".sign",
+        )
+    )
+    return found, [made.fill(unit_of(plan, found)) for plan in plans_of(found)]
+
+
+def feeder_of(config: RunConfig, folder: Path) -> Feeder:
+    model, geometry = resolve(config.model)
+    facts = item_facts(config.data, config.train, config.workers, model, geometry)
+    return Feeder(config.data, facts, config.train.seed, str(folder), make_engine)
+
+
+# -- what is made
+
+
+@pytest.mark.parametrize("run", ["demo", "hunyuan-tiny", "hunyuan15-i2v-tiny"])
+def test_entries_are_those_that_the_run_itself_keeps(clips: Path, tmp_path: Path, run: str) -> None:
+    """Latents bit for bit, texts but for the captions that they were encoded beside. Also of texts with the vector of
+    a second encoder, of latents with the condition of a first frame, and of an encoder of captions that sees it."""
+    config = config_of(clips, tmp_path / "made", run)
+    found, answers = filled(config)
+    assert all(account.missing for account in found.kinds.values())
+    assert not any(answer.failed or answer.faults or answer.there for answer in answers)
+    again = looked(config)
+    assert not any(account.missing or account.bad for account in again.kinds.values())
+
+    model, geometry = resolve(config.model)
+    facts = item_facts(config.data, config.train, config.workers, model, geometry)
+    cache = cache_of(replace(config, model=model), config.data, cuda=False)
+    writer = CacheWriter(Cache(CacheConfig(path=str(tmp_path / "own"), min_free_gib=0.0)))
+    (host,) = make_hosts(
+        1, torch.float32, train_config(), config=config.model, on_encoded=ResultCache(writer, host_copy)
+    )
+    dataset = open_dataset(config, geometry, profile_of(config, model, geometry))
+    for step in range(3):
+        for item in dataset.step(step).items:
+            drawn = facts.drawn(item, cache.names(item), ())
+            samples = StepItems.of(step, [drawn], geometry, "sample").items[item.id].samples
+            piece = Piece(item=item.id, bucket=item.bucket.shape, batch=item.batch)
+            batch = decode_job(item.job)
+            for module in BOTH:
+                task = CascadeTask(
+                    generation=1,
+                    step=step,
+                    cascade=f"{item.id}/{module}",
+                    name=module,
+                    module=module,
+                    bag=(0,),
+                    samples=samples,
+                    pieces=(piece,),
+                    planned_start_s=0.0,
+                    planned_end_s=1.0,
+                )
+                if module == "vae":
+                    host.encoding.vae(task, batch.video, batch.ok)
+                else:
+                    seen = [video[0] for video in batch.video] if model.text.sees_picture else []
+                    host.encoding.text(task, batch.captions, seen, batch.ok if seen else ())
+    while writer._waiting:
+        pass
+    own = sorted(path.relative_to(tmp_path / "own") for path in (tmp_path / "own").glob("*/*/*.npy"))
+    assert {path.parts[0] for path in own} == {"latents", "text"}
+    for path in own:
+        if path.parts[0] == "latents":
+            assert (tmp_path / "own" / path).read_bytes() == (tmp_path / "made" / path).read_bytes(), path
+            continue
+        ours, theirs = (
+            Cache(CacheConfig(path=str(tmp_path / name))).get("text", path.stem) for name in ("made", "own")
+        )
+        assert ours is not None and theirs is not None and ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max(initial=0.0) <= OTHER_BATCH * np.abs(theirs).max(initial=0.0), path
+
+
+def test_what_is_there_is_not_made_again_and_each_entry_counts_once(clips: Path, tmp_path: Path) -> None:
+    config = config_of(clips, tmp_path, "demo-curriculum")
+    found, answers = filled(config)
+    wanted = {kind: account.wanted for kind, account in found.kinds.items()}
+    assert sum(len(answer.kept) for answer in answers) == sum(wanted.values())
+    kept = sorted(tmp_path.glob("latents/*/*.npy"))
+    for path in kept[:3]:
+        path.unlink()
+    before = {path: path.stat().st_mtime_ns for path in kept[3:]}
+    again, made = filled(config)
+    assert {kind: account.wanted for kind, account in again.kinds.items()} == wanted
+    assert sum(len(answer.kept) for answer in made) == 3 == len(again.kinds["latents"].missing)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    shapes = {one.cut.bucket for one in found.kinds["latents"].missing if one.cut is not None}
+    assert len(shapes) > 3, "of every segment"
+
+
+def test_a_unit_that_another_process_has_made_meanwhile_decodes_nothing(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(clips, tmp_path)
+    found, _ = filled(config)
+    made = FillWorker()
+    made._cache = found.cache.cache
+    monkeypatch.setattr(made, "_decoded", lambda *given: pytest.fail("decoded"))
+    for plan in plans_of(found):
+        answer = made.fill(unit_of(plan, found))
+        assert answer.there == tuple(range(len(plan.entries))) and not answer.kept
+
+
+def test_a_worker_whose_folder_is_another_one_says_so(clips: Path, tmp_path: Path) -> None:
+    config = config_of(clips, tmp_path)
+    job = FillJob(
+        model=config.model,
+        train=config.train,
+        workers=config.workers,
+        cache=config.data.cache,
+        clip_timeout_s=60.0,
+        sign=".of-the-driver",
+    )
+    with pytest.raises(Unshared, match="is not the folder that this command writes to"):
+        FillWorker().load(job)
+
+
+def test_a_batch_that_runs_out_of_memory_is_encoded_in_parts(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sizes = worker.encode_texts, list[int]()
+
+    def tight(encoder: Any, texts: list[str], group: Any, measure: Any, *more: Any) -> Any:
+        encode = encoder.encode
+
+        def at_most_two(some: list[str], *seen: Any) -> Any:
+            sizes.append(len(some))
+            if len(some) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return encode(some, *seen)
+
+        return real(SimpleNamespace(encode=at_most_two), texts, group, measure, *more)
+
+    monkeypatch.setattr(worker, "encode_texts", tight)
+    _, answers = filled(config_of(clips, tmp_path), ("text",))
+    assert max(sizes) > 2 and not any(answer.failed for answer in answers)
+    assert not looked(config_of(clips, tmp_path)).kinds["text"].missing
+
+
+# -- bad samples
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Three clips and three pictures with captions. The middle of a picture is lost."""
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for number in range(6):
+        media = clip(width=96, height=64, frames=17, seed=number) if number < 3 else picture(96, 64, seed=number)
+        if number == 4:
+            media = media[: len(media) // 3] + bytes(len(media) - len(media) // 3)
+        (folder / f"c{number}.{'mp4' if number < 3 else 'png'}").write_bytes(media)
+        (folder / f"c{number}.txt").write_text(f"a clip {number}")
+    return folder
+
+
+def config_of_broken(broken: Path, cache: Path, *changes: str) -> RunConfig:
+    sources = f"data.sources=[{{path: {broken}, index: {cache / 'index'}}}]"
+    limits = "data.limits={max_bad_fraction: 1.0}"
+    return config_of(broken, cache, "demo", sources, limits, "data.caption_dropout=0", *changes)
+
+
+def faults_of(config: RunConfig, folder: Path, steps: int) -> tuple[list[list[bool]], dict[str, int]]:
+    """Whether each sample of the first steps trains, as workers learn it, and why others do not."""
+    folder.mkdir()
+    feeder = feeder_of(config, folder)
+    feeder.start(0)
+    found = []
+    try:
+        for step in range(steps):
+            got: Any = feeder.batches(step)
+            for item, value in zip(feeder.dataset.step(step).items, got.references, strict=True):
+                latents = got.cached.get(("vae", item.id))
+                texts = got.cached.get(("text", item.id), ())
+                good = list(value.ok) if latents is None else [one.ok for one in latents]
+                found.append([one and all(text.ok for text in texts[i : i + 1]) for i, one in enumerate(good)])
+            feeder.release(step)
+        return found, feeder.dataset.ledger.summary()["skipped"]
+    finally:
+        feeder._running.stop()
+
+
+def test_a_caption_that_cannot_be_read_any_more_trains_nothing_whatever_is_cached(tmp_path: Path) -> None:
+    """Its latents were taken out of the cache, with an empty text, while the account called it bad."""
+    tar = tmp_path / "set" / "0.tar"
+    tar.parent.mkdir()
+    tar.write_bytes(shard(good(5)))
+    config = config_of_broken(tar, tmp_path / "cache")
+    without = replace(config, data=replace(config.data, cache=CacheConfig()))
+    filled(config)
+    before = tar.stat()
+    tar.write_bytes(tar.read_bytes().replace(b"caption 1", b"caption \xff", 1))
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns))  # the index is taken for that of this tar
+    assert len(looked(config).untold) == 1
+    runs = [faults_of(one, tmp_path / str(n), 4) for n, one in enumerate((without, config, from_cache(config)))]
+    assert runs[0] == runs[1] == runs[2] and runs[0][1]["caption_not_utf8"] > 0
+
+
+def test_a_clip_that_cannot_be_decoded_trains_nothing_in_either_run(broken: Path, tmp_path: Path) -> None:
+    """And is counted under the same reason, by a run that decodes it and by one that takes all from the cache."""
+    config = config_of_broken(broken, tmp_path / "cache")
+    without = replace(config, data=replace(config.data, cache=CacheConfig()))
+    _, answers = filled(config)
+    faults = [fault for answer in answers for _, fault in answer.faults]
+    assert faults and {fault.key for fault in faults} == {"c4"}
+    (account, texts) = (looked(config).kinds[kind] for kind in ("latents", "text"))
+    assert len(account.bad) == len(faults) and not account.missing and not texts.bad
+    assert "and 1 bad" in check_only(from_cache(config), cuda=False)
+    decoded, why = faults_of(without, tmp_path / "a", 4)
+    taken, too = faults_of(from_cache(config), tmp_path / "b", 4)
+    assert taken == decoded and too == why and sum(why.values()) == sum(not one for some in taken for one in some) > 0
+    listed = [
+        [json.loads(line) for line in (tmp_path / name / "bad.jsonl").read_text().splitlines()] for name in ("a", "b")
+    ]
+    assert listed[0] == listed[1]
+
+
+def test_an_entry_that_is_damaged_in_the_run_is_a_bad_draw_of_it(clips: Path, tmp_path: Path) -> None:
+    """Its results are there all the same, with weight 0: plans and calls of the step are those of any other."""
+    config = from_cache(config_of(clips, tmp_path / "cache", "demo", "data.limits={max_bad_fraction: 1.0}"))
+    filled(config)
+    feeder = feeder_of(config, tmp_path)
+    (item, *_) = feeder.dataset.step(0).items
+    assert feeder._cache is not None
+    names = feeder._cache.names(item)
+    hurt = feeder._cache.cache._path("latents", names.latents[0])
+    hurt.write_bytes(hurt.read_bytes()[:-1])
+    feeder.start(0)
+    try:
+        got = feeder.batches(0)
+        plans = [one.plan for one in feeder.items(0)]
+    finally:
+        feeder._running.stop()
+    assert all(set(plan.cached) == set(BOTH) for plan in plans)
+    results: Any = got.cached["vae", item.id]
+    assert [one.ok for one in results] == [sample.content != item.samples[0].content for sample in item.samples]
+    assert results[0].rows.shape == results[-1].rows.shape and not results[0].rows.any()
+    (fault, *_) = feeder._look_up(item).faults
+    assert fault.reason is Reason.NOT_CACHED and "its checksum is wrong" in fault.detail
+    assert feeder.dataset.ledger.summary()["skipped"]["not_cached"] > 0
+    assert not hurt.exists()
+    with pytest.raises(ConfigError, match="lacks latents of 1 of 10 clips, the first is"):
+        check_only(config, cuda=False)
+
+
+# -- a run that takes all from the cache
+
+
+def test_a_run_finds_every_entry_and_asks_for_no_pixel(clips: Path, tmp_path: Path) -> None:
+    """In each of its steps, as planner, feeder and preview see them."""
+    config = from_cache(config_of(clips, tmp_path / "cache", "demo-curriculum"))
+    filled(config)
+    feeder = feeder_of(config, tmp_path)
+    model, _ = resolve(config.model)
+    previewed = items_from_data(feeder.dataset, 12, config, model)
+    for step in range(12):
+        items = feeder.dataset.step(step).items
+        assert [one.plan for one in feeder.items(step)] == list(previewed[step])
+        for item, plan in zip(items, previewed[step], strict=True):
+            assert plan.cached == BOTH and not feeder._needs_pixels(item)
+            assert not feeder._look_up(item).faults
+
+
+@pytest.mark.parametrize("kept", [{"latents": False}, {"text": False}], ids=["texts", "latents"])
+def test_what_the_cache_does_not_keep_is_encoded_in_steps(clips: Path, tmp_path: Path, kept: dict[str, bool]) -> None:
+    config = config_of(clips, tmp_path / "cache")
+    filled(config)
+    feeder = feeder_of(from_cache(config, **kept), tmp_path)
+    (plan, *_) = (one.plan for one in feeder.items(0))
+    assert plan.cached == (("text",) if "latents" in kept else ("vae",))
+    assert feeder._needs_pixels(feeder.dataset.step(0).items[0]) == ("latents" in kept)
+
+
+def test_texts_alone_may_be_taken_by_a_run_whose_clips_begin_anywhere(clips: Path, tmp_path: Path) -> None:
+    random = config_of(clips, tmp_path, "demo", "data.start_frame=random")
+    filled(config_of(clips, tmp_path))
+    with pytest.raises(ConfigError, match=r"random: of \d clips longer than their bucket every draw"):
+        check_only(from_cache(random), cuda=False)
+    assert "has all of" in check_only(from_cache(random, latents=False), cuda=False)
+
+
+def test_a_run_that_lacks_entries_is_refused_with_their_number_the_first_and_the_command(
+    clips: Path, tmp_path: Path
+) -> None:
+    config = from_cache(config_of(clips, tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        check_only(config, cuda=False)
+    said = str(caught.value)
+    assert (
+        "lacks 21 of 21 texts and latents of 10 of 10 clips" in said and "heddle data cache --config RUN.yaml" in said
+    )
+    filled(config)
+    found = looked(config)
+    lost = found.cache.cache._path("text", found.cache.text(""))
+    lost.unlink()
+    with pytest.raises(ConfigError, match="lacks 1 of 21 texts, the first is the caption ''"):
+        check_only(config, cuda=False)
+
+
+SAMPLES = ["sample={prompts: [a red disc, a blue disc], negative_prompt: blurred, every: 100, steps: 2}"]
+
+
+def held_out(clips: Path) -> list[str]:
+    source = f"{{path: {clips / 'held-out' / 'shards'}, index: {clips / 'held-index'}, caption: 'json:captions'}}"
+    return [f"validation={{sources: [{source}], every: 100, draws: 2}}"]
+
+
+def test_prompts_and_held_out_clips_are_kept_too_where_a_run_makes_something_of_them(
+    clips: Path, tmp_path: Path
+) -> None:
+    plain = looked(config_of(clips, tmp_path)).kinds
+    more = looked(config_of(clips, tmp_path, "demo", *SAMPLES, *held_out(clips))).kinds
+    assert more["latents"].wanted == plain["latents"].wanted + 3
+    texts = {one.caption for one in more["text"].missing} - {one.caption for one in plain["text"].missing}
+    assert {"a red disc", "a blue disc", "blurred"} < texts and len(texts) == 6
+
+
+def test_rows_of_prompts_are_those_of_the_encoder(clips: Path, tmp_path: Path) -> None:
+    config = config_of(clips, tmp_path, "hunyuan-tiny", *SAMPLES)
+    filled(config)
+    model, _ = resolve(config.model)
+    cache = cache_of(replace(config, model=model), config.data, cuda=False)
+    kept = kept_texts(cache, live_texts(config), "float32")
+    prompts, negative = config.sample.prompts, config.sample.negative_prompt
+    ours = encode_prompts(kept, None, model, prompts, negative)
+    theirs = encode_prompts(build_text(model.text, "cpu"), None, model, prompts, negative)
+    for one, other in zip([*ours.prompts, ours.negative], [*theirs.prompts, theirs.negative], strict=True):
+        assert torch.allclose(one.text, other.text, rtol=0, atol=OTHER_BATCH * float(other.text.abs().max()))
+        assert one.vector is not None and other.vector is not None and one.vector.shape == other.vector.shape
+        assert torch.allclose(one.vector, other.vector, rtol=0, atol=OTHER_BATCH)
+
+
+def test_held_out_losses_of_kept_clips_are_those_of_encoded_ones_and_decode_nothing(
+    clips: Path, tmp_path: Path
+) -> None:
+    config = config_of(clips, tmp_path, "hunyuan15-i2v-tiny", *held_out(clips))
+    filled(config)
+    model, geometry = resolve(config.model)
+    resolved = replace(config, model=model)
+    cache = cache_of(resolved, held_out_data(resolved), cuda=False)
+    named = held_out_clips(resolved, geometry, cache)
+    kept = KeptClips.over(cache, named, BOTH)
+    assert kept.spares_pixels and len(named) == 3
+    (host,) = make_hosts(1, torch.float32, train_config(), config=config.model)
+    modules: Any = host.executor.modules
+    part = HeldOutPart(train=config.train, draws=2, timeout_s=60.0, clips=tuple(named))
+    theirs = part.run(modules, CPU)
+    modules.vae = modules.text = SimpleNamespace()  # nothing is asked of them
+    ours = replace(part, kept=kept).run(modules, CPU)
+    assert len(ours.losses) == 6 and [one.bucket for one in ours.losses] == [one.bucket for one in theirs.losses]
+    assert [one.loss for one in ours.losses] == pytest.approx([one.loss for one in theirs.losses], rel=1e-4)
+    (path,) = {cache.cache._path("latents", name) for name in named[0].kept.latents}  # type: ignore[union-attr]
+    path.unlink()
+    fewer = replace(part, kept=kept).run(modules, CPU)
+    assert len(fewer.losses) == 4 and fewer.unread == (named[0].bucket,)
+
+
+SPARED = {
+    "nothing": (Spared(), (True, True), {"dit", "vae", "text"}),
+    "all": (Spared(cascades=BOTH, encoders=BOTH), (False, False), {"dit"}),
+    "all but the VAE of samples": (Spared(cascades=BOTH, encoders=("text",)), (True, False), {"dit"}),
+    "texts": (Spared(cascades=("text",), encoders=("text",)), (True, False), {"dit", "vae"}),
+}
+
+
+@pytest.mark.parametrize("case", SPARED)
+def test_predictions_count_the_encoders_and_cascades_that_there_are(case: str, tmp_path: Path) -> None:
+    without, (vae, text), modules = SPARED[case]
+    model, geometry = resolve(folders(tmp_path))
+    found = forecast(model, geometry, train_config(), [(9, 32, 32)], (1,), True, without)
+    assert (found.vae_gib > 0, found.text_gib > 0) == (vae, text)
+    assert {module for module, _ in found.needs.predicted} == modules
+    assert (found.host_uploads_gib > 0) == ("vae" in modules)
+
+
+def test_what_workers_load_for_samples_is_counted(clips: Path, tmp_path: Path) -> None:
+    plain = from_cache(config_of(clips, tmp_path))
+    assert spared(plain) == Spared(cascades=BOTH, encoders=BOTH)
+    sampled = from_cache(config_of(clips, tmp_path, "demo", *SAMPLES))
+    assert spared(sampled) == Spared(cascades=BOTH, encoders=("text",)), "the VAE decodes"
+    assert spared(config_of(clips, tmp_path, "demo", *SAMPLES)) == Spared()
+    with pytest.raises(ConfigError, match="sees with a picture: the cache has none of them"):
+        config_of(clips, tmp_path, "hunyuan15-i2v-tiny", "data.cache.only=true", *SAMPLES, f"sample.images=[{clips}]")
+
+
+# -- what is said
+
+
+def said_by(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(words))
+    told = done.output if done.exception is None or isinstance(done.exception, SystemExit) else str(done.exception)
+    return (done.exit_code if not isinstance(done.exception, ConfigError) else Exit.USAGE), " ".join(told.split())
+
+
+def file_of(config: RunConfig, folder: Path) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(config.to_yaml())
+    return file
+
+
+def test_a_run_without_a_cache_or_with_nothing_to_keep_is_refused(clips: Path, tmp_path: Path) -> None:
+    file = file_of(config_of(clips, tmp_path / "cache"), tmp_path)
+    asked = ("data", "cache", "--config", str(file), "--dry-run")
+    refusals = {
+        ("--set", "data.cache.path=''"): "data.cache.path is empty: nothing can be kept. Give a folder",
+        ("--set", "data.cache.latents=false", "--set", "data.cache.text=false"): "nothing is kept",
+        ("--set", "data.start_frame=random", "--set", "data.cache.text=false"): "set data.start_frame: fixed",
+    }
+    for more, sentence in refusals.items():
+        code, told = said_by(*asked, *more)
+        assert code == Exit.USAGE and sentence in told, told
+    code, told = said_by(*asked, "--set", "data.start_frame=random")
+    assert code == 0 and "texts alone are kept" in told and "clips 10" not in told
+
+
+def test_a_disk_without_room_is_named_before_anything_is_encoded(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_of(config_of(clips, tmp_path / "cache"), tmp_path)
+    code, told = said_by("data", "cache", "--config", str(file), "--dry-run")
+    assert code == 0 and "clips 10 wanted = 0 there + 10 missing" in told and not (tmp_path / "cache").exists()
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 10))
+    code, told = said_by("data", "cache", "--config", str(file), "--dry-run")
+    assert code == Exit.USAGE and "has 0.0 MiB free, and the missing entries take" in told
+
+
+def test_predicted_bytes_are_those_that_are_written(clips: Path, tmp_path: Path) -> None:
+    """For latents to the byte; for texts as captions are long, with one token for each of their letters here."""
+    found, _ = filled(config_of(clips, tmp_path))
+    cache = found.cache.cache
+    assert cache.size("latents")[1] == found.kinds["latents"].missing_bytes
+    assert cache.size("text")[1] == pytest.approx(found.kinds["text"].missing_bytes, rel=0.1)
+
+
+def test_a_dry_run_says_what_is_missing_and_counts_no_encoder(clips: Path, tmp_path: Path) -> None:
+    large = ["workers.memory_gib=4", "model.text.d_model=256", "model.text.num_layers=3"]
+    config = config_of(clips, tmp_path / "cache", "demo", *large, "planner.strategy=static")
+    file = file_of(replace(config, run=replace(config.run, dir=str(tmp_path / "runs"))), tmp_path)
+    asked = ("train", "--config", str(file), "--dry-run")
+    code, told = said_by(*asked)
+    assert code == 0 and "worst vae cascade" in told and "text encoder 0.00" not in told
+    code, told = said_by(*asked, "--set", "data.cache.only=true")
+    assert code == Exit.USAGE and "heddle data cache" in told
+    filled(config)
+    code, told = said_by(*asked, "--set", "data.cache.only=true")
+    assert code == 0 and "cache has all of 21 texts, 10 clips" in told
+    assert "VAE 0.00, text encoder 0.00" in told and "worst vae" not in told and "worst text" not in told
