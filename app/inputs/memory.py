@@ -18,7 +18,7 @@ from actors.planning.memory import MemoryForecast, communicators_gib
 from actors.planning.options import tell_fetched
 from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
-from app.inputs.beside import spared
+from app.inputs.beside import makes_samples, spared
 from app.inputs.remedies import MOST_WORKERS, TrainedSetup, advice
 from app.settings.config import RunConfig
 from ops.counted import counted
@@ -201,6 +201,26 @@ def _refuse_misfits(
     raise PlanError(
         f"a {device} of {memory_gib:g} GiB {short}: "
         f"{_gib(states.total)} are states ({states.describe()}). {advice(setup, fits, fewest_of)}"
+        f"{_spared_advice(config, view, memory_gib, demand, setup)}"
+    )
+
+
+def _spared_advice(config: RunConfig, view: MemoryView, memory_gib: float, demand: Demand, setup: TrainedSetup) -> str:
+    """What to do where it would fit without encoders; "" where it would not, or has none."""
+    found = view.found
+    if spared(config).cascades:
+        return ""
+    needs = replace(
+        found.needs, predicted={key: line for key, line in found.needs.predicted.items() if key[0] == "dit"}
+    )
+    vae_gib = found.vae_gib if makes_samples(config) else 0.0
+    bare = replace(found, vae_gib=vae_gib, text_gib=0.0, image_gib=0.0, needs=needs)
+    alone = replace(demand, encoded=())
+    possible = bare.possible(setup.train, found.per_node)
+    if not any(alone.fits(one, setup.degrees, view.workers, memory_gib) for one in possible):
+        return ""
+    return (
+        " Or train from a cache that `heddle data cache` has filled (data.cache.only: true): it fits without encoders."
     )
 
 

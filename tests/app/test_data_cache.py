@@ -21,7 +21,7 @@ from actors.feed.step_source import item_facts
 from actors.messages import CascadeTask, Piece
 from actors.outcome import Exit
 from actors.plan.spared import Spared
-from actors.plan.types import Module
+from actors.plan.types import Module, PlanError
 from actors.planning.forecasts import forecast
 from actors.step import StepItems
 from actors.worker.caching import ResultCache, host_copy
@@ -33,6 +33,7 @@ from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
 from app.kept.wanted import CacheLook, check_only, look
+from app.plan.dry_run import dry_run
 from app.sampling.kept_texts import kept_texts
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
@@ -555,3 +556,13 @@ def test_a_dry_run_says_what_is_missing_and_counts_no_encoder(clips: Path, tmp_p
     code, told = said_by(*asked, "--set", "data.cache.only=true")
     assert code == 0 and "cache has all of 21 texts, 10 clips" in told
     assert "VAE 0.00, text encoder 0.00" in told and "worst vae" not in told and "worst text" not in told
+
+
+def test_a_run_that_fits_without_encoders_alone_is_refused_with_that_way(clips: Path, tmp_path: Path) -> None:
+    large = ["workers.memory_gib=0.3", "model.text.d_model=1024", "model.text.num_layers=8", "planner.strategy=static"]
+    config = config_of(clips, tmp_path / "cache", "demo", *large)
+    file = file_of(replace(config, run=replace(config.run, dir=str(tmp_path / "runs"))), tmp_path)
+    with pytest.raises(PlanError, match=r"Or train from a cache that `heddle data cache` has filled"):
+        dry_run(file, [])
+    with pytest.raises(ConfigError, match="lacks 21 of 21 texts"):  # what it takes of memory is there
+        dry_run(file, ["data.cache.only=true"])
