@@ -101,12 +101,17 @@ def test_two_workers_of_which_one_dies_fill_the_same_bytes(lab: Lab, one: CacheL
     assert sum(len(a.kept) + len(a.there) for a in answers) == sum(one.wanted for one in found.kinds.values())
     assert any(answer.there for answer in answers), "what the dead one had written"
     assert files(lab, "two") == files(lab, "one")
-    for path in sorted((lab.folder / "two").glob("latents/*/*.npy"))[::2]:
-        path.unlink()
+
+
+@pytest.mark.long
+def test_a_unit_that_ends_three_workers_ends_the_command_and_the_same_command_goes_on(lab: Lab, one: CacheLook) -> None:
+    config = config_of(lab, "three", "three")
     with pytest.raises(FillError, match=r"3 workers died or hung while they encoded .* What is written stays"):
         filled(config, workers=2, worker_class=HopelessWorker)
-    _, again = filled(config, workers=1)
-    assert {answer.number for answer in again} and files(lab, "two") == files(lab, "one")
+    kept = files(lab, "three")
+    assert kept and all(name.startswith("text") for name in kept)
+    found, _ = filled(config, workers=1)
+    assert not found.kinds["text"].missing and files(lab, "three") == files(lab, "one")
 
 
 def modules_of(run: LabRun) -> set[str]:
