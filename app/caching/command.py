@@ -112,8 +112,9 @@ def _look(
         f"another part, the first is {found.moving_name}"
     )
     if "text" not in modules or found.cache.encoders.picture_rows:
-        raise ConfigError(f"{why}. Nothing of them can be kept beforehand: set data.start_frame: fixed.")
-    print(f"note: {why}. Their latents cannot be all there: texts alone are kept. data.start_frame: fixed keeps both.")
+        raise ConfigError(f"{why}. Nothing of them can be kept beforehand: set data.start_frame: fixed, or a number.")
+    keeps = "data.start_frame: fixed, or a number, keeps both"
+    print(f"note: {why}. Their latents cannot be all there: texts alone are kept. {keeps}.")
     only_text: tuple[Module, ...] = ("text",)
     return replace(found, kinds={"text": found.kinds["text"]}, moving=0), only_text
 

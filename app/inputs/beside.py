@@ -5,6 +5,7 @@ from __future__ import annotations
 from actors.plan.spared import Spared, from_cache
 from actors.plan.types import Module
 from app.settings.config import RunConfig
+from app.settings.prompt_line import PromptLine
 
 
 def spared(config: RunConfig) -> Spared:
@@ -27,7 +28,13 @@ def makes_samples(config: RunConfig) -> bool:
 
 
 def live_texts(config: RunConfig) -> tuple[str, ...]:
-    """The texts of the samples that workers make: the prompts, then what guidance moves away from."""
+    """The texts of the samples that workers make: the prompts without their lines' options, then what guidance moves
+    away from, also by those options."""
     if not makes_samples(config):
         return ()
-    return (*config.sample.prompts, config.sample.negative_prompt)
+    lines = [PromptLine.of(line) for line in config.sample.prompts]
+    away = [
+        config.sample.negative_prompt,
+        *(line.negative_prompt for line in lines if line.negative_prompt is not None),
+    ]
+    return tuple(dict.fromkeys([*(line.text for line in lines), *away]))

@@ -118,7 +118,8 @@ class CacheLook:
 def name_of_cut(dataset: Dataset, cut: ClipCut) -> str:
     """Such as "a of clips/00000.tar as 17x480x832"."""
     row = dataset.indexes[cut.source].row(cut.row)
-    return f"{row.key} of {row.shard} as {cut.bucket}"
+    part = f" from frame {cut.start_frame}" if cut.start_frame else ""
+    return f"{row.key} of {row.shard} as {cut.bucket}{part}"
 
 
 def look(
@@ -299,7 +300,7 @@ def _why_not_only(found: CacheLook, config: RunConfig) -> str:
         return (
             f"data.cache.only is true and data.start_frame is random: of {counted(found.moving, 'clip')} longer than "
             f"their bucket every draw takes another part, the first is {found.moving_name}. Set data.start_frame: "
-            f"fixed, or take texts alone from the cache (data.cache.latents: false)."
+            f"fixed, or 4 for four parts of each, or take texts alone from the cache (data.cache.latents: false)."
         )
     missing = [one for account in found.kinds.values() for one in account.missing]
     if not missing:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.buckets import ClipShape, last_start
+from data.buckets import ClipShape, first_frames, last_start
 from data.dataset.dataset import Dataset
 from data.dataset.index import IndexRow
 from data.types import Bucket, Clip, DataItem, SampleRef
@@ -21,7 +21,7 @@ from data.types import Bucket, Clip, DataItem, SampleRef
 
 @dataclass(frozen=True, slots=True)
 class ClipCut:
-    """A clip in one of the shapes that the run may train it in."""
+    """A clip in one of the shapes that the run may train it in, from one of the frames at which a draw begins."""
 
     source: int
     row: int
@@ -29,11 +29,12 @@ class ClipCut:
     crop: bool
     batch: int  # clips of a full batch of the bucket
     moves: bool  # every draw begins at another frame: what it holds is not known before
+    start_frame: int = 0
 
 
 def every_row(dataset: Dataset) -> Iterator[tuple[IndexRow, list[ClipCut]]]:
-    """Each row that some segment draws, in the order of the indexes, with its cuts: one for each bucket that takes it;
-    what is the same in two segments once."""
+    """Each row that some segment draws, in the order of the indexes, with its cuts: for each bucket that takes it one,
+    or as many as `data.start_frame` says; what is the same in two segments once."""
     for source, index in enumerate(dataset.indexes):
         shapes = dataset.planner.populations[source].shape
         stages = [stage for stage in dataset.planner.stages if stage.weights[source]]
@@ -44,14 +45,22 @@ def every_row(dataset: Dataset) -> Iterator[tuple[IndexRow, list[ClipCut]]]:
                     batches.setdefault((choice.bucket, stage.crop), stage.batch[choice.bucket])
             if batches:
                 row = index.row(number)
-                yield row, [_cut(dataset, row, bucket, crop, batch) for (bucket, crop), batch in batches.items()]
+                yield (
+                    row,
+                    [
+                        cut
+                        for (bucket, crop), batch in batches.items()
+                        for cut in _cuts(dataset, row, bucket, crop, batch)
+                    ],
+                )
 
 
-def _cut(dataset: Dataset, row: IndexRow, bucket: Bucket, crop: bool, batch: int) -> ClipCut:
-    random = dataset.config.start_frame == "random"
+def _cuts(dataset: Dataset, row: IndexRow, bucket: Bucket, crop: bool, batch: int) -> Iterator[ClipCut]:
     shape = ClipShape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
-    moves = random and last_start(shape, bucket, dataset.config.fps) > 0
-    return ClipCut(row.source, row.row, bucket, crop, batch, moves)
+    starts = first_frames(last_start(shape, bucket, dataset.config.fps), dataset.config.start_frame)
+    moves = dataset.config.start_frame == "random" and len(starts) > 1
+    for start in dict.fromkeys(starts[:1] if moves else starts):
+        yield ClipCut(row.source, row.row, bucket, crop, batch, moves, start)
 
 
 def told_clips(dataset: Dataset, row: IndexRow) -> list[Clip]:
@@ -62,20 +71,21 @@ def told_clips(dataset: Dataset, row: IndexRow) -> list[Clip]:
 
 
 def item_of(dataset: Dataset, name: str, cuts: Sequence[ClipCut]) -> DataItem:
-    """An item of clips in one shape, as a step would have it that begins at their first frames, without captions."""
+    """An item of clips in one shape, as a step would have it that begins at these frames of them, without captions."""
     bucket, crop = cuts[0].bucket, cuts[0].crop
     assert all((cut.bucket, cut.crop) == (bucket, crop) for cut in cuts), "an item has clips of one shape"
     rows = [dataset.indexes[cut.source].row(cut.row) for cut in cuts]
-    job = dataset.job(name, bucket, tuple(row.clip(caption_drop=True) for row in rows), crop)
-    return DataItem(job=job, samples=tuple(_sample(row) for row in rows))
+    clips = tuple(row.clip(cut.start_frame, caption_drop=True) for row, cut in zip(rows, cuts))
+    samples = tuple(_sample(row, cut.start_frame) for row, cut in zip(rows, cuts))
+    return DataItem(job=dataset.job(name, bucket, clips, crop), samples=samples)
 
 
-def _sample(row: IndexRow) -> SampleRef:
+def _sample(row: IndexRow, start_frame: int) -> SampleRef:
     return SampleRef(
         source=row.source,
         epoch=0,
         row=row.row,
-        start_frame=0,
+        start_frame=start_frame,
         key=row.key,
         caption_chars=0,
         content=row.content,

@@ -357,10 +357,12 @@ def test_an_entry_that_is_damaged_in_the_run_is_a_bad_draw_of_it(clips: Path, tm
 # -- a run that takes all from the cache
 
 
-def test_a_run_finds_every_entry_and_asks_for_no_pixel(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["fixed", "3"])
+def test_a_run_finds_every_entry_and_asks_for_no_pixel(clips: Path, tmp_path: Path, start: str) -> None:
     """In each of its steps, as planner, feeder and preview see them."""
-    config = from_cache(config_of(clips, tmp_path / "cache", "demo-curriculum"))
-    filled(config)
+    config = from_cache(config_of(clips, tmp_path / "cache", "demo-curriculum", f"data.start_frame={start}"))
+    found, _ = filled(config)
+    assert any("from frame" in found.name_of(one) for one in found.kinds["latents"].missing) == (start == "3")
     feeder = feeder_of(config, tmp_path)
     model, _ = resolve(config.model)
     previewed = items_from_data(feeder.dataset, 12, config, model)
@@ -424,6 +426,12 @@ def test_prompts_and_held_out_clips_are_kept_too_where_a_run_makes_something_of_
     assert more["latents"].wanted == plain["latents"].wanted + 3
     texts = {one.caption for one in more["text"].missing} - {one.caption for one in plain["text"].missing}
     assert {"a red disc", "a blue disc", "blurred"} < texts and len(texts) == 6
+
+
+def test_texts_of_prompts_are_those_without_their_options(clips: Path, tmp_path: Path) -> None:
+    prompts = "sample.prompts=[a red disc --w 64 --n torn, a red disc --d 4, a blue disc]"
+    config = config_of(clips, tmp_path, "demo", *SAMPLES, prompts)
+    assert set(live_texts(config)) == {"a red disc", "a blue disc", "torn", "blurred"}
 
 
 def test_rows_of_prompts_are_those_of_the_encoder(clips: Path, tmp_path: Path) -> None:
@@ -558,6 +566,7 @@ def test_a_dry_run_says_what_is_missing_and_counts_no_encoder(clips: Path, tmp_p
     assert "VAE 0.00, text encoder 0.00" in told and "worst vae" not in told and "worst text" not in told
 
 
+@pytest.mark.long
 def test_a_run_that_fits_without_encoders_alone_is_refused_with_that_way(clips: Path, tmp_path: Path) -> None:
     large = ["workers.memory_gib=0.3", "model.text.d_model=1024", "model.text.num_layers=8", "planner.strategy=static"]
     config = config_of(clips, tmp_path / "cache", "demo", *large)
