@@ -296,8 +296,8 @@ _EVERY_STEP = "every step is logged: it has a line in the metrics of its run (be
 _FRAMES = (
     "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
     "single_beginning), from any (random, the default), or from one of as many parts, spread evenly over the clip, as "
-    "data.start_frame says (chunk, slide, multiple_overlapping); frames spread over a clip (uniform) come by a lower "
-    "data.fps."
+    "data.start_frame says (uniform, chunk, slide, multiple_overlapping); frames that lie further apart come by a "
+    "lower data.fps."
 )
 DONE_OTHERWISE = {
     "is_reg": (
@@ -329,6 +329,8 @@ DONE_OTHERWISE = {
     "lora_dropout": _NO_DROPOUT,
     "network_dropout": _NO_DROPOUT,
     "frame_extraction": _FRAMES,
+    "frame_sample": _FRAMES,
+    "frame_stride": _FRAMES,
     "video_clip_mode": _FRAMES,
     "framewise_flow_shift": (
         "the shift is that of a clip: train.flow.flow_shift, or by its tokens, and so its frames, "

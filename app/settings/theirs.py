@@ -28,6 +28,7 @@ from ops.counted import counted, first_of
 from ops.typed import ConfigError
 
 _OPTION = re.compile(r"^--?[A-Za-z][\w.-]*(=.*)?$", re.DOTALL)
+_OPTION_INSIDE = re.compile(r"\s--[A-Za-z]")
 _SHOWN = 30  # characters of a value
 _LEFT = 52  # columns of names with values, at most
 _TABLES: tuple[Mapping[str, str], ...] = (DONE_OTHERWISE, ELSEWHERE, IN_FILES)
@@ -58,7 +59,7 @@ def read_theirs(path: Path) -> list[Theirs]:
     """In the order of the file; of names that come again, in every entry of a list, the first. Raises ConfigError for
     a file that cannot be read or has no settings."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the file by which the other trainer is started.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -150,14 +151,29 @@ def _written(value: ast.expr) -> object:
 
 
 def _options(text: str) -> Iterator[Theirs]:
-    """`--name value`, `--name=value` and `--switch` of the commands in a script."""
-    words = shlex.split(text.replace("\\\r\n", " ").replace("\\\n", " "), comments=True)
+    """`--name value`, `--name=value` and `--switch` of the commands in a script. A line that is no whole command, such
+    as one of a text in it, is left out where its quotes do not close."""
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        try:
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+            lexer.whitespace_split = True
+            words = list(lexer)
+        except ValueError:
+            if _OPTION_INSIDE.search(line):
+                raise
+            continue
+        yield from _of_command(words)
+
+
+def _of_command(words: Sequence[str]) -> Iterator[Theirs]:
+    """Options with what follows them, up to the next one or the end of a command, and without programs between."""
     name, values = "", list[str]()
-    for word in [*words, "--end"]:
-        if _OPTION.match(word):
+    for word in [*words, ";"]:
+        ends = not word.strip("();<>|&")
+        if ends or _OPTION.match(word):
             if name:
                 yield Theirs(name=name, value=" ".join(values) or True)
-            name, _, value = word.lstrip("-").partition("=")
+            name, _, value = ("", "", "") if ends else word.lstrip("-").partition("=")
             values = [value] if value else []
         elif not word.endswith(".py"):  # what the options before it start
             values.append(word)

@@ -70,6 +70,24 @@ def test_switches_and_values_of_several_words_and_programs_between(tmp_path: Pat
     assert found == {"nproc_per_node": "8", "use-ema": True, "betas": "0.9 0.99", "x": True, "out": "/a b"}
 
 
+def test_a_command_ends_where_the_shell_ends_it(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "cat <<END\nit's a text\nEND\n"
+        "python cache.py --batch_size 16 && echo cached\n"
+        "accelerate launch train.py --out dir 2>&1 | tee log.txt\n"
+        "python more.py --lr 1e-4; echo done  # --lr 2\n"
+    )
+    found = {one.name: one.value for one in read_theirs(script)}
+    assert found["batch_size"] == "16" and found["lr"] == "1e-4" and set(found) == {"batch_size", "out", "lr"}
+    assert str(found["out"]).split()[0] == "dir" and "tee" not in str(found["out"])
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"lr": 1}')
+    assert [one.name for one in read_theirs(tmp_path / "a.json")] == ["lr"]
+
+
 def test_a_name_is_looked_up_with_the_word_before_it_and_by_our_own() -> None:
     assert here("zero_optimization.offload_optimizer.device") == "train.memory.state"
     assert here("optimizer.type", "adamw") == "train.optimizer.kind"
@@ -104,7 +122,7 @@ def test_the_command_shows_them_beside_each_other_and_names_the_rest(tmp_path: P
         ("a.json", "{", "cannot be read as json"),
         ("a.yaml", "a: [", "cannot be read as yaml"),
         ("a.py", "a = (", "cannot be read as py"),
-        ("a.sh", "echo 'x", "cannot be read as sh"),
+        ("a.sh", "echo --a 'x", "cannot be read as sh"),
         ("a", "echo hello", "has no settings"),
         ("a.json", "[1]", "has no settings"),
         ("a.toml", None, "does not exist"),
