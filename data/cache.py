@@ -103,7 +103,8 @@ class Cache:
         self.root, self.config = Path(config.path).expanduser(), config
         self.hits = self.misses = self.written = self.failed = 0
         self._in_a_row = 0
-        self._full = False
+        self.full = False  # takes no more entries
+        self.why_not = ""  # the last entry that was not written
 
     def has(self, kind: EntryKind, key: str) -> bool:
         return self._path(kind, key).is_file()
@@ -183,7 +184,7 @@ class Cache:
     def put(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Keep an array. False when it could not be: training goes on without."""
         path = self._path(kind, key)
-        if self._full:
+        if self.full:
             return False
         try:
             if path.is_file():
@@ -216,6 +217,7 @@ class Cache:
     def _failed_by(self, error: OSError) -> bool:
         self.failed += 1
         self._in_a_row += 1
+        self.why_not = str(error)
         if error.errno in FOR_GOOD or self._in_a_row >= FAILURES_IN_A_ROW:
             return self._stop(str(error))
         log.warning("cache %s: an entry was not written: %s (%d so far)", self.root, error, self.failed)
@@ -228,7 +230,7 @@ class Cache:
             self.root,
             why,
         )
-        self._full = True
+        self.full, self.why_not = True, why
         return False
 
 

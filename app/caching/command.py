@@ -78,8 +78,8 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     ledger.check_limits()
     if done.failed:
         raise NotKept(
-            f"{done.failed:,} of {done.missing:,} entries could not be written into {config.data.cache.path}; the "
-            f"warnings above say why. Free space, and give the same command again."
+            f"{done.failed:,} of {done.missing:,} entries could not be written into {config.data.cache.path}: "
+            f"{done.why}. Free space, and give the same command again."
         )
     print(f"next      {_next(path, overrides, config, modules)}")
 
@@ -181,6 +181,7 @@ class _Filled:
     there: int = 0  # that other processes have made meanwhile
     bad: int = 0
     failed: int = 0  # that the disk did not take
+    why: str = ""  # it did not take the first of them
     seconds: float = 0.0
 
     @property
@@ -193,6 +194,7 @@ class _Filled:
         self.there += len(answer.there)
         self.bad += len(answer.faults)
         self.failed += len(answer.failed)
+        self.why = self.why or answer.why
         self.seconds = time.monotonic() - self.began
 
     def describe(self) -> str:
@@ -220,6 +222,8 @@ def _fill(config: RunConfig, found: CacheLook, ledger: Ledger) -> _Filled:
                     done.add(entries, answer)
                     progress(done.ended, done.missing)
                     _file(ledger, entries, answer)
+                    if answer.full:  # what follows would be made for nothing
+                        return done
                     if time.monotonic() - said >= _LINE_S:
                         said = time.monotonic()
                         print(done.describe(), flush=True)
@@ -234,10 +238,6 @@ def _file_known(found: CacheLook) -> Ledger:
     limits."""
     ledger = found.dataset.ledger
     for account in found.kinds.values():
-        for source, count in account.there.items():
-            if source != NO_SOURCE:
-                ledger.schedule(count, source)
-                ledger.deliver(count, source)
         for one in account.bad:
             if one.cut is not None:
                 error = found.cache.cache.why_absent(one.kind, one.key)
@@ -247,6 +247,11 @@ def _file_known(found: CacheLook) -> Ledger:
     for fault in found.untold:
         ledger.schedule(1, fault.source)
         ledger.skip(fault)
+    for account in found.kinds.values():  # good ones last: bad ones that are listed first are none in a row
+        for source, count in account.there.items():
+            if source != NO_SOURCE:
+                ledger.schedule(count, source)
+                ledger.deliver(count, source)
     return ledger
 
 

@@ -85,7 +85,7 @@ def _together(missing: Sequence[WantedEntry]) -> Iterator[tuple[WantedEntry, ...
         if shape is not None:
             batch = one.cut.batch if one.cut is not None else 1
             most = max(1, min(batch, _PIXELS_AT_ONCE // (shape[0] * shape[1] * shape[2])))
-        group = together[shape, one.cut.crop if one.cut is not None else one.item is not None]
+        group = together[shape, one.cut is not None and one.cut.crop, one.item is not None]
         group.append(one)
         if len(group) >= most or one.item is not None:
             yield tuple(group)
@@ -160,8 +160,7 @@ class _Crew:
         unanswered = len(self._plans)
         while unanswered:
             ready, _ = wait(list(self._awaited), timeout=LOOK_S)
-            if not ready:
-                self._check_patience()
+            self._check_patience()  # also while others answer
             for reference in ready:
                 answer = self._hear(reference)
                 if answer is not None:

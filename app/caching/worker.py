@@ -76,6 +76,8 @@ class FilledUnit:
     there: tuple[int, ...] = ()  # that another process has made meanwhile
     faults: tuple[tuple[int, Fault], ...] = ()
     failed: tuple[int, ...] = ()  # that the disk did not take
+    why: str = ""  # it did not
+    full: bool = False  # nor will it take others
 
 
 class Unshared(RuntimeError):
@@ -142,9 +144,17 @@ class FillWorker:
                 size += array.nbytes
             else:
                 failed.append(wanted[index])
-        faults = self._marked(unit, wanted, batch)
+        faults, unmarked = self._marked(unit, wanted, batch)
+        failed += unmarked
         return FilledUnit(
-            number=unit.number, kept=tuple(kept), num_bytes=size, there=there, faults=faults, failed=tuple(failed)
+            number=unit.number,
+            kept=tuple(kept),
+            num_bytes=size,
+            there=there,
+            faults=faults,
+            failed=tuple(failed),
+            why=self._cache.why_not if failed else "",
+            full=self._cache.full,
         )
 
     def _decoded(self, job: DecodeJob, wanted: Sequence[int]) -> Batch:
@@ -178,15 +188,21 @@ class FillWorker:
             found = [row.float().cpu().numpy() for row in rows]
         return dict(zip(good, found, strict=True))
 
-    def _marked(self, unit: FillUnit, wanted: Sequence[int], batch: Batch | None) -> tuple[tuple[int, Fault], ...]:
-        """The faults of clips that were not decoded, marked in the cache."""
+    def _marked(
+        self, unit: FillUnit, wanted: Sequence[int], batch: Batch | None
+    ) -> tuple[tuple[tuple[int, Fault], ...], list[int]]:
+        """The faults of clips that were not decoded, marked in the cache, and places whose mark was not written."""
         if batch is None:
-            return ()
+            return (), []
         bad = [index for index, good in enumerate(batch.ok) if not good]
-        found = tuple((wanted[index], fault) for index, fault in zip(bad, batch.faults, strict=True))
-        for place, fault in found:
-            self._cache.mark(unit.kind, unit.keys[place], BadSample(fault.reason, fault.detail, fault.offset))
-        return found
+        marked, unmarked = [], []
+        for index, fault in zip(bad, batch.faults, strict=True):
+            error, place = BadSample(fault.reason, fault.detail, fault.offset), wanted[index]
+            if self._cache.mark(unit.kind, unit.keys[place], error):
+                marked.append((place, fault))
+            else:
+                unmarked.append(place)
+        return tuple(marked), unmarked
 
     def _host(self, module: Module) -> None:
         """Have this encoder on the device, and no other: a device too small for both has room for one."""

@@ -219,8 +219,10 @@ def _spared_advice(config: RunConfig, view: MemoryView, memory_gib: float, deman
     possible = bare.possible(setup.train, found.per_node)
     if not any(alone.fits(one, setup.degrees, view.workers, memory_gib) for one in possible):
         return ""
+    also = " and data.start_frame: fixed" if config.data.start_frame == "random" else ""
     return (
-        " Or train from a cache that `heddle data cache` has filled (data.cache.only: true): it fits without encoders."
+        f" Or train from a cache that `heddle data cache` has filled (data.cache.only: true{also}): it fits without "
+        "encoders."
     )
 
 

@@ -88,7 +88,7 @@ def _alone(config: RunConfig) -> Iterator[str]:
     yield "validation.every=0"
     yield "track=[]"
     if config.data.cache.path and not comes_whole(config.data.cache):  # what the first encodes is not for the second
-        yield "data.cache.path=''"
+        yield from ("data.cache.only=false", "data.cache.path=''")
     for name, limits in batch_limits(config).items():
         if limits.recalibrate == "on":  # by costs that each run measures
             yield f"{name.replace('[', '.').replace(']', '')}.recalibrate=off"

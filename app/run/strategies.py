@@ -76,5 +76,5 @@ def check_alike(config: RunConfig) -> None:
     if cache.path and not comes_whole(cache):
         raise ConfigError(
             f"data.cache.path {cache.path!r}: the first run would encode for the others. Compare with --set "
-            f"data.cache.path=''."
+            f"data.cache.only=false --set data.cache.path=''."
         )

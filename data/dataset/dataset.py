@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data.buckets import BatchSize, ClipShape, first_frames, last_start
@@ -132,7 +132,9 @@ class Dataset:
     def count_draws(self, step: int, faults: Sequence[Fault]) -> None:
         """Counts the draws of a step that is handed to training; `faults` are its bad ones, beside those that
         `tell_bad` got. Raises DataError when more are bad than the limits allow."""
-        faults = [*faults, *self._told.pop(step, ())]
+        seen = Counter((fault.source, fault.shard, fault.key) for fault in faults)
+        told = self._told.pop(step, ())
+        faults = [*faults, *_once_more(told, seen)]
         if step + 1 not in self._draws:
             self._walk_draws(step)
             self._file_draws(Counter(ref.source for item in self.step(step).items for ref in item.samples), faults)
@@ -254,6 +256,16 @@ class Dataset:
             "sources": digest(rules),
             "samples": digest([config.fps, config.start_frame, config.caption_dropout]),
         }
+
+
+def _once_more(told: Sequence[Fault], seen: Counter[tuple[int, str, str]]) -> Iterator[Fault]:
+    """Those of other draws than the faults that are `seen` already: a draw is bad once, whoever says it."""
+    for fault in told:
+        name = (fault.source, fault.shard, fault.key)
+        if seen[name]:
+            seen[name] -= 1
+        else:
+            yield fault
 
 
 def _words_of(source: SourceConfig) -> tuple[dict[str, str | None], ...]:

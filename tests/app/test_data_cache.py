@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from app.cli import app
 from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
-from app.kept.wanted import CacheLook, check_only, look
+from app.kept.wanted import CacheLook, KindAccount, check_only, look
 from app.plan.dry_run import dry_run
 from app.sampling.kept_texts import kept_texts
 from app.sampling.prompts import encode_prompts
@@ -43,7 +44,7 @@ from data.cache import Cache, CacheWriter
 from data.config import CacheConfig
 from data.decode import decode_job
 from data.engines.engine import make_engine
-from data.ledger import Reason
+from data.ledger import BadSample, Reason
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.folders import resolve
 from ops.models.load import build_text
@@ -197,6 +198,38 @@ def test_what_is_there_is_not_made_again_and_each_entry_counts_once(clips: Path,
     assert {path: path.stat().st_mtime_ns for path in before} == before
     shapes = {one.cut.bucket for one in found.kinds["latents"].missing if one.cut is not None}
     assert len(shapes) > 3, "of every segment"
+
+
+def test_held_out_clips_are_made_apart_from_cropped_ones_of_the_same_shape(clips: Path, tmp_path: Path) -> None:
+    found = looked(config_of(clips, tmp_path, "demo", "data.buckets.oversize=crop", *held_out(clips)))
+    plans = plans_of(found)
+    assert all(len({one.item is None for one in plan.entries}) == 1 for plan in plans)
+    assert any(one.cut is not None and one.cut.crop for plan in plans for one in plan.entries)
+    for plan in plans:
+        unit = unit_of(plan, found)
+        assert unit.job is None or len(unit.job.clips) == len(unit.keys)
+
+
+def test_bad_clips_that_are_known_are_none_in_a_row(clips: Path, tmp_path: Path) -> None:
+    """However many are listed before the good ones: marks of a cache that has the others."""
+    config = config_of(clips, tmp_path, "demo", "data.limits={bad_after: 1, max_bad_fraction: 1.0}")
+    found, _ = filled(config)
+    again = looked(config)
+    some = found.kinds["latents"].missing
+    for one in some[:3]:
+        again.cache.cache.mark("latents", one.key, BadSample(Reason.DECODE_ERROR, "torn"))
+    bad = KindAccount(there=Counter({0: len(some) - 3}), bad=some[:3])
+    ledger = command._file_known(replace(again, kinds={"latents": bad}))
+    ledger.check_limits()
+    assert ledger.summary()["skipped"]["decode_error"] == 3 and ledger.summary()["delivered"] == len(some) - 3
+
+
+def test_a_full_disk_ends_the_command_and_says_why(clips: Path, tmp_path: Path) -> None:
+    config = config_of(clips, tmp_path / "cache")
+    full = replace(config, data=replace(config.data, cache=replace(config.data.cache, min_free_gib=1e6)))
+    _, answers = filled(full)
+    assert answers[0].full and answers[0].failed and not answers[0].kept
+    assert "GiB would stay free" in answers[0].why
 
 
 def test_a_unit_that_another_process_has_made_meanwhile_decodes_nothing(

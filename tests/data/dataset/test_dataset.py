@@ -16,6 +16,7 @@ from data.dataset.coverage import account
 from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.errors import DataError
+from data.ledger import Fault, Reason
 from data.types import Bucket, StepOfItems
 from ops.geometry import Geometry
 from tests.data import making
@@ -321,3 +322,12 @@ def test_a_clip_is_admitted_that_one_segment_takes_and_drawn_in_that_one_alone(c
     drawn = [{item.bucket.frames for item in data.step(number).items} for number in range(found.steps)]
     assert drawn == [{1}] * 4 + [{9}] * (found.steps - 4)
     assert sum(row.samples for row in found.buckets if row.bucket.frames == 1) == 12
+
+
+def test_a_draw_that_cache_and_decoder_both_tell_is_bad_once(clips: Path) -> None:
+    data = dataset(clips)
+    first, second = [sample for item in data.step(0).items for sample in item.samples][:2]
+    told = [Fault(Reason.DECODE_ERROR, "a.tar", sample.key) for sample in (first, second)]
+    data.tell_bad(0, told)
+    data.count_draws(0, told[:1])
+    assert data.ledger.summary()["skipped"]["decode_error"] == 2
