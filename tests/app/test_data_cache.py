@@ -212,7 +212,7 @@ def test_held_out_clips_are_made_apart_from_cropped_ones_of_the_same_shape(clips
 
 def test_bad_clips_that_are_known_are_none_in_a_row(clips: Path, tmp_path: Path) -> None:
     """However many are listed before the good ones: marks of a cache that has the others."""
-    config = config_of(clips, tmp_path, "demo", "data.limits={bad_after: 1, max_bad_fraction: 1.0}")
+    config = config_of(clips, tmp_path, "demo", "data.limits={bad_after: 2, max_bad_fraction: 0.9}")
     found, _ = filled(config)
     again = looked(config)
     some = found.kinds["latents"].missing
