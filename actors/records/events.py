@@ -727,11 +727,12 @@ class LoraFilesMade(RunEvent, event="lora_files"):
 class LoraFilesFailed(RunEvent, event="lora_files_failed"):
     """The factors of a checkpoint were not written as files. A resume tries again while the checkpoint is there."""
 
-    step: int
+    step: int  # -1: of none, as they cannot be written at all
     why: str
 
     def describe(self) -> str:
-        return f"no LoRA files after {counted(self.step + 1, 'step')}{_because(self.why)}"
+        after = f" after {counted(self.step + 1, 'step')}" if self.step >= 0 else ""
+        return f"no LoRA files{after}{_because(self.why)}"
 
 
 class HeldOutMeasured(RunEvent, event="held_out"):

@@ -113,7 +113,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         missing = [*held_out.open(begins), *samples.open(begins)]
         asides = RunAsides([held_out, samples], config.sample.share)
         lora = LiveLora(config, folder)
-        lora.open()
+        missing += lora.open()
         with Recorder(folder, asides, guard, config, settings["changes"], lora=lora) as recorder:
             for event in missing:
                 recorder.on_event(replace(event, time=time.time()))

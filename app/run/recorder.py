@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _TIMELINE_BYTES = 128 * 2**20
 _PLANS = 1000
-_STOPPED_S = 30.0  # for LoRA files, where the run was asked to end: who asked may not wait long
+_STOPPED_S = 5.0  # for LoRA files, where the run was asked to end: Slurm and Kubernetes kill it after 30 s in all
 _EVENTS = 10_000  # that wait to be written; of more the newest
 # What may pass: a disk is full, or has become read-only; a file server does not answer, or has forgotten this client.
 _PASSING = frozenset(
@@ -93,9 +93,21 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not any(exception):
-            with suppress(Superseded):
-                self._hear_of_lora(FINISH_S if self._finished else _STOPPED_S)
+        try:
+            if not any(exception):
+                self._end_lora()
+        finally:
+            self._close()
+
+    def _end_lora(self) -> None:
+        try:
+            self._hear_of_lora(FINISH_S if self._finished else _STOPPED_S)
+        except Superseded:
+            pass
+        except Exception:  # its event cannot be written: how the run ended is known, and stays
+            log.exception("what has become of the last LoRA files is not in %s", self._events.path.name)
+
+    def _close(self) -> None:
         with suppress(OSError):
             self._write_events()
         if self._unwritten:
@@ -198,7 +210,10 @@ class Recorder:
         if self._lora is None:
             return
         try:
-            events = self._lora.heard() if finish_s is None else self._lora.finish(finish_s)
+            if finish_s is None:
+                events = self._lora.heard()
+            else:
+                events = self._lora.finish(finish_s, resumes=not self._finished)
         except Exception:  # whatever it is, the run goes on
             log.exception("it is not known what has become of LoRA files")
             return

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from app.run.apart import SIGNALS, signal_came
 from app.run.operator import monitor_of
+from app.settings.run_folder import LORA_SCRATCH, LORA_STOPPED
 
 STOP = "stopped by a signal"
 
@@ -62,6 +63,8 @@ class RunSignals:
 
         def stop() -> bool:
             _say(b"stopping after the running steps; Ctrl-C again stops at once\n")
+            with suppress(OSError):  # there is no such folder where no LoRA files wait
+                (folder / LORA_SCRATCH / LORA_STOPPED).touch()
             return _ask_to_stop(folder) or has_begun()
 
         self._stop = stop

@@ -6,8 +6,11 @@ import errno
 import json
 import os
 import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from app.export.export import export
 from app.export.live import FINISH_S, LiveLora, LoraFilesReport
 from app.plan.dry_run import lora_bytes
 from app.run.recorder import Recorder
+from app.run.signals import RunSignals
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 from tests.app import test_export
@@ -134,12 +138,19 @@ def test_a_resume_makes_those_that_are_missing_and_removes_what_a_killed_run_has
     for step in (9, 19, 29):
         write_checkpoint(tmp_path, step)
     (tmp_path / "lora" / "step-19").mkdir(parents=True)
-    (tmp_path / "lora" / ".abc" / "made").mkdir(parents=True)
+    (tmp_path / ".lora" / "made-abc" / "made").mkdir(parents=True)
+    (tmp_path / "lora" / ".made-step-29" / "made").mkdir(parents=True)  # on another file system
+    others = [".cache", ".git"]
+    for name in others:
+        (tmp_path / "lora" / name).mkdir()
     (tmp_path / "lora" / "step-3").mkdir()  # its checkpoint is deleted
     lora = LiveLora(lora_run(), tmp_path)
     lora.open()
     assert steps_of(lora.heard()) == [("lora_files", 9), ("lora_files", 29)]
-    assert sorted(path.name for path in (tmp_path / "lora").iterdir()) == ["step-19", "step-29", "step-3", "step-9"]
+    there = [*others, "step-19", "step-29", "step-3", "step-9"]
+    assert sorted(path.name for path in (tmp_path / "lora").iterdir()) == there
+    lora.close()
+    assert not (tmp_path / ".lora").exists() and sorted(path.name for path in (tmp_path / "lora").iterdir()) == there
 
 
 def test_files_of_steps_that_were_taken_again_are_replaced(tmp_path: Path, tasks: Tasks) -> None:
@@ -161,9 +172,10 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_read_to_its_end(tmp_path
         lora.on_checkpoint(step)
         assert lora.heard() == []
         shutil.rmtree(folder)
+    assert not (tmp_path / "lora").exists(), "ComfyUI lists what lies there, also in hidden folders"
     tasks.hangs = False
     assert steps_of(lora.finish(FINISH_S)) == [("lora_files", 9), ("lora_files", 19), ("lora_files", 29)]
-    assert not any(path.name.startswith(".") for path in (tmp_path / "lora").iterdir()), "its disk space is free"
+    assert not (tmp_path / ".lora").exists(), "its disk space is free"
 
 
 def test_a_full_disk_is_one_event_with_the_remedy_and_a_resume_tries_again(
@@ -259,6 +271,100 @@ def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, tasks: Tasks) -
     assert len(tasks.cancelled) == 1 and lora.heard() == []
 
 
+def test_a_link_to_another_file_system_has_the_files_too(tmp_path: Path, tasks: Tasks) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this host has no second file system")
+    with tempfile.TemporaryDirectory(dir=elsewhere) as loras:
+        (tmp_path / "lora").symlink_to(loras)
+        (Path(loras) / ".cache").mkdir()
+        lora = LiveLora(lora_run(), tmp_path)
+        lora.open()
+        for _ in range(2):  # the second time in place of the first
+            write_checkpoint(tmp_path, 9)
+            lora.on_checkpoint(9)
+            assert steps_of(lora.heard()) == [("lora_files", 9)]
+            shutil.rmtree(tmp_path / "checkpoints")
+        lora.close()
+        assert sorted(path.name for path in Path(loras).iterdir()) == [".cache", "step-9"]
+        assert files_below(Path(loras)) == [f"step-9/{name}" for name in NAMES]
+
+
+def test_a_folder_that_may_not_be_read_is_one_event_and_no_files(
+    tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 9)
+    (tmp_path / "lora").mkdir()
+    plain = Path.is_dir
+
+    def is_dir(path: Path) -> bool:
+        if path.parent.name == "lora":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return plain(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    lora = LiveLora(lora_run(), tmp_path)
+    (event,) = lora.open()
+    said = f"no LoRA files (Permission denied: {tmp_path}/lora/step-9. Have it readable; a resume tries again)"
+    assert event.describe() == said
+    lora.on_checkpoint(19)
+    assert lora.heard() == [] == lora.finish(FINISH_S) and not tasks.asked
+
+
+def test_a_checkpoint_that_is_written_again_leaves_the_running_task_its_own(tmp_path: Path, tasks: Tasks) -> None:
+    lora, tasks.hangs = LiveLora(lora_run(), tmp_path), True
+    for _ in range(3):
+        folder = write_checkpoint(tmp_path, 9)
+        lora.on_checkpoint(9)
+        assert lora.heard() == []
+        shutil.rmtree(folder)
+    tasks.hangs = False
+    assert steps_of(lora.finish(FINISH_S)) == [("lora_files", 9), ("lora_files", 9)], "once more: of the newest"
+    assert tasks.asked == [(9,), (9,)] and not (tmp_path / ".lora").exists()
+
+
+def test_checkpoints_that_wait_for_a_task_that_hangs_do_not_pile_up(
+    tmp_path: Path, tasks: Tasks, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora, tasks.hangs = LiveLora(lora_run(), tmp_path), True
+    steps = range(9, 79, 10)
+    for step in steps:
+        folder = write_checkpoint(tmp_path, step)
+        lora.on_checkpoint(step)
+        assert lora.heard() == []
+        if step < 49:
+            shutil.rmtree(folder)
+    assert len(list((tmp_path / ".lora").iterdir())) == 3, "that of the task and two that wait"
+    assert sum("come slower than checkpoints" in one.message for one in caplog.records) == 1
+    tasks.hangs = False
+    told = {step: event for event, step in steps_of(lora.finish(FINISH_S))}
+    lost = {19, 29, 39}
+    assert told == {step: "lora_files_failed" if step in lost else "lora_files" for step in steps}
+
+
+@pytest.mark.parametrize("asked", ["to stop", "by a signal, after the last step"])
+def test_what_waits_when_a_run_is_stopped_is_left_to_its_resume_in_silence(
+    asked: str, tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora, tasks.hangs = LiveLora(lora_run(), tmp_path), True
+    for step in (9, 19):
+        write_checkpoint(tmp_path, step)
+        lora.on_checkpoint(step)
+        assert lora.heard() == []
+    if asked == "to stop":
+        assert lora.finish(0.01, resumes=True) == []
+    else:
+        monkeypatch.setattr("app.run.signals.monitor_of", lambda folder: exec("raise LookupError"))
+        began = time.monotonic()
+        with RunSignals() as signals, signals.stopping(tmp_path, lambda: True):
+            signal.raise_signal(signal.SIGTERM)
+        assert lora.finish(60.0) == [] and time.monotonic() - began < 30
+    assert len(tasks.cancelled) == 1 and not (tmp_path / ".lora").exists()
+    tasks.hangs, resumed = False, LiveLora(lora_run(), tmp_path)
+    resumed.open()
+    assert steps_of(resumed.heard()) == [("lora_files", 9), ("lora_files", 19)]
+
+
 class Told:
     """LoRA files as the recorder knows them: an event with every step, and one in the end."""
 
@@ -274,8 +380,8 @@ class Told:
             raise RuntimeError("Ray is gone")
         return [LoraFilesMade(step=1, files=("a",), seconds=1.0)]
 
-    def finish(self, limit_s: float) -> list[RunEvent]:
-        self.said.append(limit_s)
+    def finish(self, limit_s: float, *, resumes: bool = False) -> list[RunEvent]:
+        self.said.append((limit_s, resumes))
         return [LoraFilesMade(step=2, files=("b",), seconds=1.0)]
 
     def close(self) -> None:
@@ -295,7 +401,7 @@ def test_the_recorder_tells_of_them_and_waits_for_the_last_ones(finished: bool, 
         recorder.on_checkpoint(tmp_path / "checkpoints" / "step-0", 0)
         if finished:
             recorder.on_event(RunFinished(time=1.0, step=0, ledger={}))
-    assert told.said == [0, 600.0 if finished else 30.0, "closed"]
+    assert told.said == [0, (600.0, False) if finished else (5.0, True), "closed"]
     ends = [("finish", 0)] if finished else []
     assert events_in(tmp_path) == [("lora_files", 1), ("lora_files", 1), *ends, ("lora_files", 2)]
 
@@ -307,6 +413,27 @@ def test_what_fails_there_is_no_harm_to_the_run_and_a_run_that_fails_does_not_wa
         recorder.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
         raise ConfigError("of the run")
     assert told.said == ["closed"] and (tmp_path / "metrics.jsonl").stat().st_size > 0
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), KeyboardInterrupt()])
+def test_an_event_of_them_that_cannot_be_written_does_not_change_how_a_run_ends(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one who does not wait for them leaves nothing open."""
+    told: Any = Told()
+    with suppress(KeyboardInterrupt), Recorder(tmp_path, lora=told) as recorder:
+        recorder.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
+
+        def add(lines: object) -> None:
+            raise error
+
+        closed: list[str] = []
+        monkeypatch.setattr(recorder._events, "add", add)
+        monkeypatch.setattr(recorder._metrics, "close", lambda: closed.append("metrics"))
+        monkeypatch.setattr(recorder._reports, "close", lambda: closed.append("reports"))
+        if isinstance(error, KeyboardInterrupt):
+            told.finish = lambda limit_s, resumes=False: add(None)
+    assert closed == ["metrics", "reports"] and told.said[-1] == "closed"
 
 
 @pytest.mark.parametrize(("form", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("off", 0)])
