@@ -199,8 +199,8 @@ def for_comfyui(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Ten
         if not trained:
             continue
         empty = {layer: factors[trained[0] + B].new_zeros(_rows(state, layer), 0) for layer in layers}
-        b = torch.block_diag(*(factors.get(layer + B, empty[layer]) for layer in layers))
-        written[f"diffusion_model.{original}{A}"] = torch.cat([factors[layer + A] for layer in trained])
+        b = torch.block_diag(*(factors.pop(layer + B, empty[layer]) for layer in layers))
+        written[f"diffusion_model.{original}{A}"] = torch.cat([factors.pop(layer + A) for layer in trained])
         written[f"diffusion_model.{original}{B}"] = _other_halves(b) if _is_swapped(original, config) else b
     return written
 
@@ -320,7 +320,10 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
                 f"model.dit.lora_from {file}: {name} is {list(tensor.shape)} and {wanted}, with model.dit.lora_rank "
                 f"{config.lora_rank}. Give factors of the same model, and their rank."
             )
-    return {name: tensor / lora_scale(config) if name.endswith(B) else tensor for name, tensor in factors.items()}
+    for name in factors:  # in place: they may take gigabytes
+        if name.endswith(B):
+            factors[name] = factors[name] / lora_scale(config)
+    return factors
 
 
 def _factors_in(file: Path, said: str, weights: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:

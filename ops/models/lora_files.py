@@ -6,7 +6,7 @@ Nothing here needs the weights that the factors stand beside: their shapes come 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,17 +34,37 @@ def write_factors(
     skeleton = dit_skeleton(plain)
     expected = {name: weight for name, weight in skeleton.state_dict().items() if is_lora(name)}
     check_state(expected, factors, "the checkpoint")
-    _check_range(factors, lora_scale(config), dtype)
+    scale, numbers = lora_scale(config), str(dtype).removeprefix("torch.")
+    _check_range(factors, scale, dtype)
     state = {**skeleton.state_dict(), **factors}
     file = factor_file(expert)
-    forms = {file: (for_diffusers(state, lora_scale(config)), f"LoRA factors of {config.part}/")}
-    if original := for_comfyui(state, plain):
-        forms[file.replace("pytorch", "comfyui")] = original, _BY_ORIGINAL_NAMES
-    for name, (tensors, _) in forms.items():
-        write_tensors(folder / name, {key: tensor.to(dtype) for key, tensor in tensors.items()})
+    forms: list[tuple[str, Callable[[], dict[str, Tensor]], str]] = [
+        (file, lambda: for_diffusers(state, scale), f"LoRA factors of {config.part}/"),
+        (file.replace("pytorch", "comfyui"), lambda: for_comfyui(state, plain), _BY_ORIGINAL_NAMES),
+    ]
+    written: dict[str, str] = {}
+    for name, form, what in forms:
+        tensors = form()  # one after the other, as each is as large as the factors or more
+        if not tensors:
+            continue
+        for key in tensors:
+            tensors[key] = tensors[key].to(dtype)
+        write_tensors(folder / name, tensors)
+        del tensors
         read = read_factors(skeleton, replace(plain, lora_from=str(folder / name)))
-        compare(folder / name, factors, read, dtype, lora_scale(config))
-    return {name: f"{what}, {str(dtype).removeprefix('torch.')}" for name, (_, what) in forms.items()}
+        compare(folder / name, factors, read, dtype, scale)
+        del read
+        written[name] = f"{what}, {numbers}"
+    return written
+
+
+def num_written(config: DiTConfig) -> int:
+    """How many numbers the files of one transformer's factors hold together (`write_factors`), zeros of layers that are
+    one in the original code among them; 0 without factors."""
+    plain = replace(config, lora_from=None, frozen_dtype="same")
+    state = dit_skeleton(plain).state_dict()
+    forms = for_diffusers(state, lora_scale(config)), for_comfyui(state, plain)
+    return sum(tensor.numel() for form in forms for tensor in form.values())
 
 
 def _check_range(factors: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> None:
