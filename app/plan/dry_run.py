@@ -38,6 +38,7 @@ from app.settings.run_folder import CONFIG, LORA, check_place, check_run_dir, ru
 from app.validation.clips import check_held_out
 from data.dataset.coverage import account, check_coverage
 from ops.counted import counted
+from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 from ops.models.load import check_factors, check_kept, num_trained
@@ -158,21 +159,24 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         gib = host_weights_gib(model, config.train)
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
     print(f"storage   {_size(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
-    factors = lora_bytes(config, count)
+    factors = lora_bytes(config, dit)
     if factors:
         form = config.checkpoint.lora_files
-        print(f"          at most {_size(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
+        print(f"          about {_size(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
     if size * (kept + 1) + factors > free:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
 
 
-def lora_bytes(config: RunConfig, count: int) -> int:
-    """What the files of `count` weights of factors take in the end: for Diffusers and ComfyUI, of all checkpoints."""
+def lora_bytes(config: RunConfig, dit: DiTConfig) -> int:
+    """What the files of the factors of `dit` take in the end: for Diffusers and ComfyUI, of all checkpoints; but for
+    their headers."""
     form = config.checkpoint.lora_files
-    if form == "off" or not config.model.dit.lora_rank:
+    if form == "off" or not dit.lora_rank:
         return 0
+    from ops.models.lora_files import num_written
+
     written = replace(config.checkpoint, keep_last=0).num_kept(config.train.steps)
-    return 2 * (4 if form == "float32" else 2) * count * written
+    return (4 if form == "float32" else 2) * sum(num_written(one) for one in dit.experts) * written
 
 
 def _encoders(model: ModelConfig, device: str) -> str:

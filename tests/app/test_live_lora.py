@@ -9,7 +9,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file
 
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent, RunFinished
 from actors.records.metrics_line import metrics_of
@@ -27,11 +30,18 @@ from app.plan.dry_run import lora_bytes
 from app.run.recorder import Recorder
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig
+from ops.models import lora_files
+from ops.models.base.config import DiTConfig
+from ops.models.load import dit_skeleton
+from ops.models.lora import B, read_factors
+from ops.models.lora_files import num_written, write_factors
+from ops.models.weights import is_lora, write_tensors
 from ops.typed import ConfigError
 from tests.app import test_export
 from tests.app.test_export import haar_run
 from tests.app.test_recorder import plan
 from tests.app.test_sample import tiny_run
+from tests.families.registry import ONE_EACH, VARIANTS
 
 NAMES = ["comfyui_lora_weights.safetensors", "pytorch_lora_weights.safetensors"]
 
@@ -439,5 +449,43 @@ def test_an_event_of_them_that_cannot_be_written_does_not_change_how_a_run_ends(
 @pytest.mark.parametrize(("form", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("off", 0)])
 def test_a_dry_run_counts_the_files_of_all_checkpoints_for_both_programs(form: str, size: int) -> None:
     config = lora_run(lora_files=form, every=300, keep_last=1)
-    assert lora_bytes(config, 1000) == 2 * size * 1000 * 4, "after 300, 600, 900 and 1,000 steps"
-    assert lora_bytes(tiny_run(), 1000) == 0
+    factors = {name: torch.zeros_like(w, device="cpu") for name, w in factors_of(config.model.dit).items()}
+    once = sum(tensor.numel() for tensor in factors.values())
+    assert lora_bytes(config, config.model.dit) == 2 * size * once * 4, "after 300, 600, 900 and 1,000 steps"
+    assert lora_bytes(tiny_run(), tiny_run().model.dit) == 0
+
+
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_a_dry_run_counts_what_is_written_also_where_comfyui_has_one_layer_for_three(
+    family: str, tmp_path: Path
+) -> None:
+    dit = replace(VARIANTS[family], lora_rank=2)
+    factors = {name: torch.ones_like(weight, device="cpu") for name, weight in factors_of(dit).items()}
+    write_factors(tmp_path, dit, factors, "", torch.float32)
+    stored = sum(tensor.numel() for file in tmp_path.iterdir() for tensor in load_file(file).values())
+    assert num_written(dit) == stored > 0
+
+
+def test_one_form_of_the_factors_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take gigabytes, beside a run that needs its host's memory."""
+    dit, live_ones = replace(lora_run().model.dit, lora_alpha=1.0), []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        live_ones.append(sum(one() is not None for one in made))
+        write_tensors(file, tensors)
+        made.extend(weakref.ref(tensor) for name, tensor in tensors.items() if name.endswith(B))
+
+    def read(*given: Any) -> dict[str, torch.Tensor]:
+        live_ones.append(sum(one() is not None for one in made))
+        return read_factors(*given)
+
+    monkeypatch.setattr(lora_files, "write_tensors", write)
+    monkeypatch.setattr(lora_files, "read_factors", read)
+    factors = {name: torch.ones_like(weight, device="cpu") for name, weight in factors_of(dit).items()}
+    write_factors(tmp_path, dit, factors, "", torch.float32)
+    assert live_ones == [0, 0, 0, 0] and made
+
+
+def factors_of(dit: DiTConfig) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in dit_skeleton(dit).state_dict().items() if is_lora(name)}
