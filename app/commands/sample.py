@@ -99,7 +99,7 @@ class _Material:
         return [LoraFile(path=str(file), scale=scale) for file, scale in zip(files, each, strict=True)]
 
     def texts(self) -> list[str]:
-        """The prompts that were given; none where those of the run are meant. Raises ConfigError, and ValueError for
+        """The prompts that were given; none where those of the run are meant. Raises ConfigError, also for
         options of a prompt that are none."""
         from app.settings.prompt_line import PromptLine
         from app.settings.prompts import read_prompts

@@ -12,8 +12,8 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +23,7 @@ from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips
 from app.sampling.model import SavedModel, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.config import RunConfig
-from app.settings.prompt_line import PromptLine, about_prompt
+from app.settings.prompt_line import PromptLine, about_prompt, may_have_options
 from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
@@ -60,6 +60,7 @@ def run(
     for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
         print(f"note: {note}")
     _check_fit(changes, saved, checkpoint)
+    of_run = not prompts
     prompts, rule = prompts or config.sample.prompts, long_prompts or config.sample.long_prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
@@ -68,11 +69,12 @@ def run(
         config = saved.config
         print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
     own_images = list(prompts) == list(config.sample.prompts) and config.sample.images
-    for number, (prompt, own) in enumerate(zip(prompts, settings.of_each(prompts), strict=True)):
-        line = PromptLine.of(prompt)
-        with about_prompt(number, prompt):
-            _check_fit(ClipChanges.of_line(line), saved, checkpoint)
-            _check_settings(own, config, geometry, bool(images or own_images or line.image))
+    with _about_run(prompts) if of_run else nullcontext():
+        for number, (prompt, own) in enumerate(zip(prompts, settings.of_each(prompts), strict=True)):
+            line = PromptLine.of(prompt)
+            with about_prompt(number, prompt):
+                _check_fit(ClipChanges.of_line(line), saved, checkpoint)
+                _check_settings(own, config, geometry, bool(images or own_images or line.image))
     first = first_frames(config, prompts, settings, images, "--image", last_images)
     for note in prompt_notes(prompts, config.model.text, rule, settings.negative_prompt):
         print(f"note: {note}")
@@ -93,6 +95,18 @@ def run(
         files = crew(order)
     print(*files, sep="\n")
     return files
+
+
+@contextmanager
+def _about_run(prompts: Sequence[str]) -> Iterator[None]:
+    """What is found wrong in the block with prompts of a run's own, which nobody changes in a checkpoint: raises
+    ConfigError for ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if not any(map(may_have_options, prompts)):
+            raise
+        raise ConfigError(f"{error} It is in sample.prompts of the run: give --prompt instead.") from None
 
 
 def _check_ranges(changes: ClipChanges) -> None:

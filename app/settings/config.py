@@ -37,6 +37,7 @@ from app.settings.rules import (
     check_levels,
     check_memory,
     check_pictures,
+    check_prompts,
     check_sample,
     check_schedule,
     check_validation,
@@ -102,15 +103,18 @@ def names() -> Names:
 
 
 def check_read(config: RunConfig) -> None:
-    """The rules between two sections, with what the folders of the model say of it. Raises ConfigError for the first
-    that does not hold. Whoever loads a folder that cannot be read says so."""
+    """The rules between two sections, with what the folders of the model say of it, and those for the lines of prompts,
+    before a start. Raises ConfigError for the first that does not hold. Whoever loads a folder that cannot be read says
+    so."""
     from ops.models.folders import resolve
 
     try:
         model, read = resolve(config.model)
     except (OSError, ValueError):
+        check_prompts(config.sample, config.model, config.train.flow)
         return
     check(replace(config, model=model), read)
+    check_prompts(config.sample, model, config.train.flow, read)
 
 
 def check(config: RunConfig, read: Geometry | None = None) -> None:

@@ -58,14 +58,14 @@ class PromptLine:
 
     @staticmethod
     def of(line: str) -> PromptLine:
-        """Raises ValueError for options that are none, and for values that these do not take."""
+        """Raises ConfigError for options that are none, and for values that these do not take."""
         options = list(_options(line))
         found = PromptLine(text=line[: options[0].start].strip() if options else line)
         for option in options:
             name, value = _read(option, line)
             if getattr(found, name) is not None:
                 one = " --g and --l are one setting here." if name == "guidance_scale" else ""
-                raise ValueError(f"prompt {_short(line)}: --{option.name} is given twice.{one} Leave one out.")
+                raise ConfigError(f"prompt {_short(line)}: --{option.name} is given twice.{one} Leave one out.")
             found = replace(found, **{name: value})  # type: ignore[arg-type]  # by its field's name
         return found
 
@@ -95,14 +95,14 @@ def _options(line: str) -> Iterator[_Option]:
 
 
 def _read(option: _Option, line: str) -> tuple[str, int | float | str]:
-    """(field, value). Raises ValueError."""
+    """(field, value). Raises ConfigError."""
     where, (name, value) = f"prompt {_short(line)}: --{option.name}", (option.name, option.value)
     if name in _TEXTS:
         if not value:
-            raise ValueError(f"{where} has no value; give a {'text' if name == 'n' else 'picture'}, or leave it out.")
+            raise ConfigError(f"{where} has no value; give a {'text' if name == 'n' else 'picture'}, or leave it out.")
         return _TEXTS[name], value
     if name not in _WHOLE and name not in _NUMBERS:
-        raise ValueError(
+        raise ConfigError(
             f"{where} is no option of a prompt; there are {_MEANING}. Leave it out, or put a space after the dashes "
             f"where they are text."
         )
@@ -112,9 +112,9 @@ def _read(option: _Option, line: str) -> tuple[str, int | float | str]:
         number = int(value) if name in _WHOLE else float(value)
     except ValueError:
         kind = "whole number" if name in _WHOLE else "number"
-        raise ValueError(f"{where} {value!r} is no {kind}; options stand at the end, after the text.") from None
+        raise ConfigError(f"{where} {value!r} is no {kind}; options stand at the end, after the text.") from None
     if fault := allowed.fault(number):
-        raise ValueError(f"{where} is {value}; {fault}.")
+        raise ConfigError(f"{where} is {value}; {fault}.")
     return field, number
 
 
@@ -122,9 +122,17 @@ def _short(line: str) -> str:
     return repr(line if len(line) <= _SHOWN else f"{line[:_SHOWN]}...")
 
 
+def may_have_options(line: str) -> bool:
+    """Whether something on the line looks like an option, which may be none."""
+    return _OPTION.search(line) is not None
+
+
 def with_pictures(line: str, place: Callable[[str], str]) -> str:
-    """The line with the paths of its pictures as `place` says them. Raises ValueError as `PromptLine.of`."""
-    PromptLine.of(line)
+    """The line with the paths of its pictures as `place` says them. One that `PromptLine.of` refuses stays as it is."""
+    try:
+        PromptLine.of(line)
+    except ValueError:
+        return line
     for option in reversed([option for option in _options(line) if option.name in _PICTURES]):
         line = line[: option.at.start] + place(option.value) + line[option.at.stop :]
     return line
@@ -137,6 +145,6 @@ def about_prompt(number: int, line: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not PromptLine.of(line).has_options:
+        if not PromptLine.of(line).has_options:  # raises what is wrong with the line itself
             raise
         raise ConfigError(f"prompt {number} {_short(line)}: {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersConfig
-from app.settings.prompt_line import about_prompt
+from app.settings.prompt_line import about_prompt, may_have_options
 from app.settings.sections import SampleConfig, ValidationConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
@@ -120,12 +120,15 @@ def check_images(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> 
             f"data.buckets has clips of {max(frames)} frames, and the transformer of model.dit is for pictures. Leave "
             f"buckets of one frame."
         )
-    for number, prompt in enumerate(sample.prompts):
-        with about_prompt(number, prompt):
-            if (asked := sample.of_prompt(number).frames) != 1:
-                raise ConfigError(
-                    f"sample.frames is {asked}, and the transformer of model.dit makes pictures. Set it to 1."
-                )
+    if any(not may_have_options(prompt) for prompt in sample.prompts):
+        _check_picture(sample)
+
+
+def _check_picture(sample: SampleConfig) -> None:
+    if sample.frames != 1:
+        raise ConfigError(
+            f"sample.frames is {sample.frames}, and the transformer of model.dit makes pictures. Set it to 1."
+        )
 
 
 def check_flow(model: ModelConfig, flow: FlowConfig, read: Geometry | None = None) -> None:
@@ -214,15 +217,24 @@ def check_sample(
     flow: FlowConfig,
     read: Geometry | None = None,
 ) -> None:
-    """Samples are made from checkpoints, in sizes that the model can make, and from pictures where it needs them."""
-    if not sample.prompts:
+    """Samples are made from checkpoints, in sizes that the model can make, and from pictures where it needs them. What
+    lines of prompts say instead is for `check_prompts`."""
+    if not sample.prompts or any(not may_have_options(prompt) for prompt in sample.prompts):
         _check_clips(sample, model, flow, read)
-    for number, prompt in enumerate(sample.prompts):
-        with about_prompt(number, prompt):
-            _check_clips(sample.of_prompt(number), model, flow, read)
     if model.vae.path is None:
         check_decode(model.vae, sample)
     _check_sample_every(sample, checkpoint)
+
+
+def check_prompts(sample: SampleConfig, model: ModelConfig, flow: FlowConfig, read: Geometry | None = None) -> None:
+    """Options on the lines of prompts are some, and the model can make what they ask for. For prompts that a person
+    gives: those that a run has kept may be of before there were options, and are read whatever they say."""
+    for number, prompt in enumerate(sample.prompts):
+        with about_prompt(number, prompt):
+            own = sample.of_prompt(number)
+            if model.dit.images_only:
+                _check_picture(own)
+            _check_clips(own, model, flow, read)
 
 
 def _check_clips(sample: SampleConfig, model: ModelConfig, flow: FlowConfig, read: Geometry | None) -> None:

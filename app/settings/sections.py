@@ -77,8 +77,6 @@ class SampleConfig:
     long_prompts: LongPrompts = "cut"
 
     def __post_init__(self) -> None:
-        for prompt in self.prompts:
-            PromptLine.of(prompt)
         if self.steps < 1:
             raise ValueError(f"sample.steps {self.steps} must be at least 1.")
         if min(self.frames, self.height, self.width) < 1 or self.fps <= 0:

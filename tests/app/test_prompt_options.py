@@ -20,6 +20,9 @@ from actors.worker.aside import Asides
 from actors.worker.loading import Modules
 from app.cli import app
 from app.drawing.video import contact_sheet, read_mp4
+from app.export.export import export
+from app.inputs.batches import with_limits_of
+from app.inputs.checkpoints import run_config
 from app.records.rundir import RunDir
 from app.report.media import samples_html
 from app.sampling import crew as crews
@@ -30,9 +33,10 @@ from app.sampling.live import LiveSamples
 from app.sampling.model import saved_model
 from app.sampling.prompt_queue import PromptQueue
 from app.sampling.spread import check_alike
-from app.settings.config import RunConfig, from_here
+from app.settings.config import RunConfig, check_read, from_here
 from app.settings.prompt_line import PromptLine, with_pictures
 from app.settings.prompts import prompt_notes, read_prompts
+from data.config import BatchConfig
 from ops.models.config import TextConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
@@ -53,6 +57,13 @@ LINES = (
 def mixed_run(prompts: tuple[str, ...] = LINES) -> RunConfig:
     config = tiny_run()
     return replace(config, sample=replace(config.sample, prompts=prompts))
+
+
+def started(*overrides: str) -> RunConfig:
+    """The demo's config, checked as at a start."""
+    config = RunConfig.load(DEMO, overrides)
+    check_read(config)
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +128,7 @@ def test_what_is_wrong_with_a_line_is_one_sentence_before_the_start(line: str, s
     assert said in str(caught.value) and "\n" not in str(caught.value)
     (tmp_path / "prompts.txt").write_text(f"# comment --q\na dog\n{line}\n")
     with pytest.raises(ConfigError) as refused:
-        RunConfig.load(DEMO, [f"sample.prompts={tmp_path}/prompts.txt"])
+        started(f"sample.prompts={tmp_path}/prompts.txt")
     assert said.removesuffix(".") in str(refused.value)
     asked = ["sample", "--checkpoint", str(tmp_path), "--prompts", str(tmp_path / "prompts.txt")]
     answer = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "x.mp4")])
@@ -135,15 +146,15 @@ def test_what_is_wrong_with_a_line_is_one_sentence_before_the_start(line: str, s
 )
 def test_what_the_model_cannot_make_is_said_of_its_prompt(prompt: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig.load(DEMO, [f"sample.prompts=['a dog', '{prompt}']"])
+        started(f"sample.prompts=['a dog', '{prompt}']")
     assert str(caught.value).startswith(said)
 
 
 def test_a_shift_beside_given_times_needs_steps_too() -> None:
     given = "sample.timesteps=[1000, 500]"
     with pytest.raises(ConfigError, match=r"prompt 0 'a cat --fs 2': sample.flow_shift is 2, and sample.timesteps are"):
-        RunConfig.load(DEMO, [given, "sample.prompts=['a cat --fs 2']"])
-    config = RunConfig.load(DEMO, [given, "sample.prompts=['a cat --fs 2 --s 5', 'a cat --s 5', 'a cat']"])
+        started(given, "sample.prompts=['a cat --fs 2']")
+    config = started(given, "sample.prompts=['a cat --fs 2 --s 5', 'a cat --s 5', 'a cat']")
     first, second, third = ClipSettings.of(config).of_each(config.sample.prompts)
     assert (first.sampler.steps, first.sampler.timesteps, first.sampler.flow_shift) == (5, (), 2.0)
     assert (second.sampler.steps, second.sampler.timesteps) == (5, ()) and third.sampler.timesteps == (1000.0, 500.0)
@@ -151,7 +162,7 @@ def test_a_shift_beside_given_times_needs_steps_too() -> None:
 
 def test_a_size_that_no_prompt_takes_from_the_settings_may_be_any() -> None:
     sizes = ["sample.frames=16", "sample.prompts=['a cat --f 17', 'a dog --f 1']"]
-    assert RunConfig.load(DEMO, sizes).sample.frames == 16
+    assert started(*sizes).sample.frames == 16
     with pytest.raises(ConfigError, match="16 frames"):
         RunConfig.load(DEMO, [*sizes[:1], "sample.prompts=['a cat --f 17', 'a dog']"])
 
@@ -174,6 +185,43 @@ def test_a_run_keeps_its_lines_and_files_of_pictures_become_absolute(tmp_path: P
     assert with_pictures(line, lambda path: f"/x/{path}") == "a  cat --i /x/a cat.png --w 32 --ei /x/b.png"
     found = from_here(mixed_run(("a cat", line))).sample.prompts
     assert found == ("a cat", f"a  cat --i {Path.cwd()}/a cat.png --w 32 --ei {Path.cwd()}/b.png")
+
+
+OLD = "a robot types git commit --amend"  # as a run has it that is of before there were options
+
+
+def test_what_an_earlier_run_has_kept_is_read_whatever_its_prompts_say(tmp_path: Path) -> None:
+    config = mixed_run((OLD, "a sign --w 833", "a disc"))
+    checkpoint = write_checkpoint(tmp_path, config)
+    meta = {"config": config.to_yaml()}
+    assert run_config(meta, checkpoint) == RunConfig.from_yaml(meta["config"]) == config
+    assert from_here(config).sample.prompts == config.sample.prompts
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    resumed = replace(config, run=replace(config.run, dir=str(tmp_path.parent), name=tmp_path.name))
+    resumed = replace(resumed, data=replace(config.data, batch=BatchConfig(auto=True)))
+    assert with_limits_of(resumed, tmp_path).data.batch.auto
+    export(checkpoint, tmp_path / "exported")
+    assert saved_model(tmp_path / "exported", device="cpu").config.sample.prompts == config.sample.prompts
+    asked = ["sample", "--checkpoint", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "x.mp4")]
+    answer = CliRunner().invoke(app, [*asked, "--prompt", "a disc"])
+    assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize(
+    ("old", "said"), [(OLD, "--amend is no option of a prompt"), ("a sign --w 833", "clips of 5 x 16 x 833")]
+)
+def test_sample_says_how_to_do_without_a_prompt_that_a_run_has_kept(old: str, said: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, mixed_run((old,)))
+    answer = CliRunner().invoke(app, ["sample", "--checkpoint", str(tmp_path), "--out", str(tmp_path / "x.mp4")])
+    error = str(answer.exception)
+    assert said in error and error.endswith("It is in sample.prompts of the run: give --prompt instead.")
+
+
+def test_a_start_refuses_what_no_folder_of_the_model_needs_to_say(tmp_path: Path) -> None:
+    config = mixed_run((OLD,))
+    model = replace(config.model, text=replace(config.model.text, path=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="--amend is no option of a prompt"):
+        check_read(replace(config, model=model))
 
 
 def test_a_prompt_file_may_have_comments(tmp_path: Path) -> None:
