@@ -99,15 +99,15 @@ class _Material:
         return [LoraFile(path=str(file), scale=scale) for file, scale in zip(files, each, strict=True)]
 
     def texts(self) -> list[str]:
-        """The prompts that were given; none where those of the run are meant. Raises ConfigError, also for
-        options of a prompt that are none."""
-        from app.settings.prompt_line import PromptLine
+        """The prompts that were given; none where those of the run are meant. Raises ConfigError, also for options
+        of a prompt that are none."""
+        from app.settings.prompt_line import PromptLine, named
         from app.settings.prompts import read_prompts
 
-        found = [*(self.prompts or []), *(read_prompts(self.prompts_file) if self.prompts_file else [])]
-        for prompt in found:
-            PromptLine.of(prompt)
-        return found
+        prompts = self.prompts or []
+        for number, prompt in enumerate(prompts):
+            PromptLine.of(prompt, named(number, prompt))
+        return [*prompts, *(read_prompts(self.prompts_file) if self.prompts_file else [])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.pictures import Wanted, for_each, read_picture
 from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
-from app.settings.prompt_line import PromptLine, about_prompt
+from app.settings.prompt_line import PromptLine, about_prompt, named
 from ops.comm.collectives import Group
 from ops.config import ForcingSchedule
 from ops.flow.forced_sampling import sample_forced
@@ -169,8 +169,8 @@ class ClipSettings:
         the prompt, for what cannot be sampled."""
         found = []
         for number, prompt in enumerate(prompts):
-            asked = PromptLine.of(prompt)
             with about_prompt(number, prompt):
+                asked = PromptLine.of(prompt)
                 own = self.changed(ClipChanges.of_line(asked))
             found.append(own if asked.seed is not None else replace(own, seed=self.seed + number))
         return found
@@ -242,7 +242,8 @@ def first_frames(
         raise ConfigError("--last-image is given, but this transformer takes no last frame; leave it out.")
     for number, line in enumerate(lines):
         if line.last_image and not dit.takes_last_frame:
-            raise ConfigError(f"prompt {number} has --ei, and this transformer takes no last frame; leave it out.")
+            said = named(number, prompts[number])
+            raise ConfigError(f"{said} has --ei, and this transformer takes no last frame; leave it out.")
     may, own = dit.frame_times and config.train.flow.knows_given_frames, any(line.image for line in lines)
     if not dit.starts_from_image and not (may and (images or sample.images or own)):
         if images:
@@ -250,7 +251,8 @@ def first_frames(
         if own:
             number = next(number for number, line in enumerate(lines) if line.image)
             raise ConfigError(
-                f"prompt {number} has --i, and this transformer makes video from text alone; leave it out."
+                f"{named(number, prompts[number])} has --i, and this transformer makes video from text alone; leave it "
+                f"out."
             )
         return []
     of_run = not images and not last_images and list(prompts) == list(sample.prompts)

@@ -26,7 +26,7 @@ def for_each(paths: Sequence[str | Path], own: Sequence[str | None], option: str
     given: list[Wanted | None] = [(path, option) for path in paths]
     common = (given or [None]) * (len(own) if len(given) < 2 else 1)
     return [
-        (path, f"prompt {number}") if path else other
+        (path, f"prompt {number + 1}") if path else other
         for number, (path, other) in enumerate(zip(own, common, strict=True))
     ]
 

@@ -31,6 +31,7 @@ from app.sampling.clips import ClipSettings, clip_files
 from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, line_of
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompt_queue import MAX_LOSSES, ClipRecord, PromptQueue
+from app.settings.prompt_line import named
 from ops.counted import counted
 from ops.typed import ConfigError
 from ops.waiting import GroupError
@@ -111,7 +112,7 @@ def check_alike(prompts: Sequence[str], settings: ClipSettings) -> None:
         own = settings.of_each([prompt])[0]
         if replace(own, seed=settings.seed, negative_prompt=settings.negative_prompt) != settings:
             raise ConfigError(
-                f"prompt {number} {prompt!r} asks for another clip than --height, --width and the like, and --together "
+                f"{named(number, prompt)} asks for another clip than --height, --width and the like, and --together "
                 f"forms its bags for one kind. Leave its options out but for --d, --n and --i, or leave out --together."
             )
 
@@ -273,7 +274,7 @@ def _take_back(queue: PromptQueue, chunk: Sequence[int], prompts: Sequence[str],
     """The prompts of a worker that has died wait again. Raises CrewError where one of them has cost too many."""
     if hopeless := queue.lose(chunk):
         raise CrewError(
-            f"{queue.max_losses} worker(s) died or hung while they made prompt {hopeless[0]} "
+            f"{queue.max_losses} worker(s) died or hung while they made prompt {hopeless[0] + 1} "
             f"({prompts[hopeless[0]]!r}): {line_of(error)} "
             f"Clips that are finished stay; make smaller ones (--frames, --height, --width)."
         )

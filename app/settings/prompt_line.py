@@ -57,15 +57,17 @@ class PromptLine:
     last_image: str | None = None
 
     @staticmethod
-    def of(line: str) -> PromptLine:
-        """Raises ConfigError for options that are none, and for values that these do not take."""
+    def of(line: str, called: str = "") -> PromptLine:
+        """Raises ConfigError, of a line that is `called` so, for options that are none, and for values that these do
+        not take."""
+        called = called or f"prompt {short(line)}"
         options = list(_options(line))
         found = PromptLine(text=line[: options[0].start].strip() if options else line)
         for option in options:
-            name, value = _read(option, line)
+            name, value = _read(option, called)
             if getattr(found, name) is not None:
                 one = " --g and --l are one setting here." if name == "guidance_scale" else ""
-                raise ConfigError(f"prompt {_short(line)}: --{option.name} is given twice.{one} Leave one out.")
+                raise ConfigError(f"{called}: --{option.name} is given twice.{one} Leave one out.")
             found = replace(found, **{name: value})  # type: ignore[arg-type]  # by its field's name
         return found
 
@@ -94,9 +96,9 @@ def _options(line: str) -> Iterator[_Option]:
         yield _Option(name.removeprefix("--").lower(), value, start, slice(begin, begin + len(value)))
 
 
-def _read(option: _Option, line: str) -> tuple[str, int | float | str]:
+def _read(option: _Option, called: str) -> tuple[str, int | float | str]:
     """(field, value). Raises ConfigError."""
-    where, (name, value) = f"prompt {_short(line)}: --{option.name}", (option.name, option.value)
+    where, (name, value) = f"{called}: --{option.name}", (option.name, option.value)
     if name in _TEXTS:
         if not value:
             raise ConfigError(f"{where} has no value; give a {'text' if name == 'n' else 'picture'}, or leave it out.")
@@ -118,7 +120,7 @@ def _read(option: _Option, line: str) -> tuple[str, int | float | str]:
     return field, number
 
 
-def _short(line: str) -> str:
+def short(line: str) -> str:
     return repr(line if len(line) <= _SHOWN else f"{line[:_SHOWN]}...")
 
 
@@ -138,13 +140,19 @@ def with_pictures(line: str, place: Callable[[str], str]) -> str:
     return line
 
 
+def named(number: int, line: str) -> str:
+    """What errors call a prompt: numbers begin with 1, those of lists and of clips' files with 0."""
+    return f"prompt {number + 1} {short(line)}"
+
+
 @contextmanager
 def about_prompt(number: int, line: str) -> Iterator[None]:
     """What is found wrong in the block is said of this prompt, where it has options: raises ConfigError for
-    ValueError."""
+    ValueError, and for options that are none."""
+    has_options = PromptLine.of(line, named(number, line)).has_options
     try:
         yield
     except ValueError as error:
-        if not PromptLine.of(line).has_options:  # raises what is wrong with the line itself
+        if not has_options:
             raise
-        raise ConfigError(f"prompt {number} {_short(line)}: {error}") from None
+        raise ConfigError(f"{named(number, line)}: {error}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.settings.prompt_line import PromptLine
+from app.settings.prompt_line import PromptLine, short
 from app.settings.sections import LongPrompts
 from ops.models.config import TextConfig
 from ops.typed import ConfigError, Node
@@ -15,7 +15,7 @@ _MARKS = 8  # tokens that an encoder adds to those of a text, at most
 
 def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
     """The lines of a text file that are not empty; those that begin with # are comments. Raises ConfigError when there
-    are none."""
+    are none, and for options on one that are none."""
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -25,7 +25,12 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
         raise ConfigError(
             f"{setting} {path} cannot be read ({why}); give a text file, one prompt on each line."
         ) from None
-    if prompts := [line.strip() for line in lines if line.strip() and not line.startswith("#")]:
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if (prompt := line.strip()) and not line.startswith("#"):
+            PromptLine.of(prompt, f"{setting} {path}, line {number}, {short(prompt)}")
+            prompts.append(prompt)
+    if prompts:
         return prompts
     raise ConfigError(f"{setting} {path} has no prompt; write one on each line.")
 
@@ -47,7 +52,7 @@ def with_prompts_of_file(config: Node) -> Node:
 
 def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts, negative: str = "") -> list[str]:
     """A sentence for each prompt, the `negative` one and their own ones among them, of which the encoder of a resolved
-    config sees only the beginning, and where some have no text, numbered from 0 as the files of their clips. Raises
+    config sees only the beginning, and where some have no text, numbered from 1 as in errors. Raises
     ConfigError for the first that is too long where those are refused."""
     lines = [PromptLine.of(prompt) for prompt in prompts]
     texts, negatives = [line.text for line in lines], [line.negative_prompt or "" for line in lines]
@@ -64,7 +69,7 @@ def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPro
 
 
 def _empty(prompts: Sequence[str]) -> list[str]:
-    empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
+    empty = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt.strip()]
     if not empty:
         return []
     what = f"prompts {', '.join(empty)} are" if len(empty) > 1 else f"prompt {empty[0]} is"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from app.settings.prompt_line import PromptLine
+from app.settings.prompt_line import PromptLine, named
 from data.config import SourceConfig, check_weights
 from ops.config import FlowConfig, ForcingSchedule
 from ops.counted import counted
@@ -120,7 +120,7 @@ class SampleConfig:
     def of_prompt(self, number: int) -> SampleConfig:
         """The settings of one prompt alone, with the options on its line in their places. Raises ValueError where these
         do not go together."""
-        line = PromptLine.of(self.prompts[number])
+        line = PromptLine.of(self.prompts[number], named(number, self.prompts[number]))
         own = {
             name: value
             for name in ("width", "height", "frames", "steps", "flow_shift", "guidance_scale", "negative_prompt")

@@ -104,7 +104,7 @@ def test_a_text_without_options_stays_as_it_is(text: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("a cat --q 3", "prompt 'a cat --q 3': --q is no option of a prompt; there are --w and --h (pixels), --f"),
+        ("a cat --q 3", " 'a cat --q 3': --q is no option of a prompt; there are --w and --h (pixels), --f"),
         ("a cat --width 832", "--width is no option of a prompt"),
         ("a cat --w=832", "--w=832 is no option of a prompt"),
         ("a cat --furry and small", "Leave it out, or put a space after the dashes where they are text."),
@@ -129,19 +129,24 @@ def test_what_is_wrong_with_a_line_is_one_sentence_before_the_start(line: str, s
     (tmp_path / "prompts.txt").write_text(f"# comment --q\na dog\n{line}\n")
     with pytest.raises(ConfigError) as refused:
         started(f"sample.prompts={tmp_path}/prompts.txt")
-    assert said.removesuffix(".") in str(refused.value)
+    assert said in str(refused.value) and f"{tmp_path}/prompts.txt, line 3, 'a cat " in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        started(f"sample.prompts={['a dog', line]}")
+    assert said in str(refused.value) and str(refused.value).startswith("prompt 2 'a cat ")
     asked = ["sample", "--checkpoint", str(tmp_path), "--prompts", str(tmp_path / "prompts.txt")]
     answer = CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "x.mp4")])
-    assert answer.exit_code != 0 and said in str(answer.exception)
+    assert answer.exit_code != 0 and said in str(answer.exception) and "line 3" in str(answer.exception)
+    answer = CliRunner().invoke(app, [*asked[:3], "--prompt", "a dog", "--prompt", line])
+    assert answer.exit_code != 0 and said in str(answer.exception) and "prompt 2 'a cat" in str(answer.exception)
 
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ("a cat --f 16", "prompt 1 'a cat --f 16': sample.frames/height/width cannot be generated: 16 frames"),
-        ("a cat --h 63", "prompt 1 'a cat --h 63': sample.frames/height/width cannot be generated: "),
-        ("a cat --i a.png", "prompt 1 'a cat --i a.png': sample.images is given, but model.dit makes video from text"),
-        ("a cat --ei a.png", "prompt 1 'a cat --ei a.png': sample.last_images is given, but model.dit takes no last"),
+        ("a cat --f 16", "prompt 2 'a cat --f 16': sample.frames/height/width cannot be generated: 16 frames"),
+        ("a cat --h 63", "prompt 2 'a cat --h 63': sample.frames/height/width cannot be generated: "),
+        ("a cat --i a.png", "prompt 2 'a cat --i a.png': sample.images is given, but model.dit makes video from text"),
+        ("a cat --ei a.png", "prompt 2 'a cat --ei a.png': sample.last_images is given, but model.dit takes no last"),
     ],
 )
 def test_what_the_model_cannot_make_is_said_of_its_prompt(prompt: str, said: str) -> None:
@@ -152,7 +157,7 @@ def test_what_the_model_cannot_make_is_said_of_its_prompt(prompt: str, said: str
 
 def test_a_shift_beside_given_times_needs_steps_too() -> None:
     given = "sample.timesteps=[1000, 500]"
-    with pytest.raises(ConfigError, match=r"prompt 0 'a cat --fs 2': sample.flow_shift is 2, and sample.timesteps are"):
+    with pytest.raises(ConfigError, match=r"prompt 1 'a cat --fs 2': sample.flow_shift is 2, and sample.timesteps are"):
         started(given, "sample.prompts=['a cat --fs 2']")
     config = started(given, "sample.prompts=['a cat --fs 2 --s 5', 'a cat --s 5', 'a cat']")
     first, second, third = ClipSettings.of(config).of_each(config.sample.prompts)
@@ -238,7 +243,7 @@ def test_tokens_are_those_of_texts_and_of_negative_prompts(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"prompt 'a negative one'\.\.\. has 15 tokens"):
         prompt_notes(["a --n a negative one"], TextConfig(max_length=8), "refuse")
     (note,) = prompt_notes(["a", "--w 32"], TextConfig(), "refuse")
-    assert note.startswith("prompt 1 is empty")
+    assert note.startswith("prompt 2 is empty")
 
 
 def test_clips_of_a_mixed_run_are_those_that_each_prompt_has_alone(folder: Path) -> None:
@@ -278,7 +283,7 @@ def test_the_command_makes_them_from_a_file(folder: Path, tmp_path: Path) -> Non
     assert read_mp4(tmp_path / "x-01.mp4").shape == (9, 24, 32, 3)
     assert json.loads((tmp_path / "x.json").read_text()) == ["a disc", "a wide disc --w 32 --f 9"]
     refused = CliRunner().invoke(app, [*asked[:3], "--prompt", "a disc --f 6", "--out", str(tmp_path / "y.mp4")])
-    assert refused.exit_code != 0 and "prompt 0 'a disc --f 6': clips of 6 x 16 x 24" in str(refused.exception)
+    assert refused.exit_code != 0 and "prompt 1 'a disc --f 6': clips of 6 x 16 x 24" in str(refused.exception)
 
 
 def test_samples_of_a_live_run_are_the_same_clips_with_their_lines_in_every_place(tmp_path: Path) -> None:
@@ -335,10 +340,13 @@ def test_each_picture_is_cut_to_the_clip_of_its_prompt(tmp_path: Path) -> None:
     assert alone is not None and np.array_equal(alone, blue)
     with pytest.raises(ConfigError, match="starts from a picture: give --image"):
         first_frames(config, prompts, settings)
-    with pytest.raises(ConfigError, match=r"prompt 0 .*none.png cannot be read"):
+    with pytest.raises(ConfigError, match=r"prompt 1 .*none.png cannot be read"):
         first_frames(config, [f"a disc --i {tmp_path}/none.png"], settings)
     plain = tiny_run()
-    with pytest.raises(ConfigError, match="prompt 1 has --i, and this transformer makes video from text alone"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prompt 2 'a wide disc --w 64 --i .* has --i, and this transformer makes video from",
+    ):
         first_frames(plain, prompts, ClipSettings.of(plain))
 
 
@@ -400,11 +408,11 @@ def test_a_large_clip_is_waited_for_after_small_ones_and_small_ones_as_ever() ->
 def test_all_workers_together_make_clips_of_one_kind() -> None:
     settings = ClipSettings.of(tiny_run())
     check_alike(["a disc", "a square --d 7 --n blurred"], settings)
-    with pytest.raises(ConfigError, match=r"prompt 1 'a square --w 48' asks for another clip .* leave out --together"):
+    with pytest.raises(ConfigError, match=r"prompt 2 'a square --w 48' asks for another clip .* leave out --together"):
         check_alike(["a disc", "a square --w 48"], settings)
 
 
 def test_the_command_refuses_others_together_before_ray_starts(folder: Path, tmp_path: Path) -> None:
     asked = ["sample", "--checkpoint", str(folder), "--prompt", "a disc --w 48", "--out", str(tmp_path / "x.mp4")]
     answer = CliRunner().invoke(app, [*asked, "--device", "cpu", "--workers", "2", "--together"])
-    assert answer.exit_code != 0 and "prompt 0 'a disc --w 48' asks for another clip" in str(answer.exception)
+    assert answer.exit_code != 0 and "prompt 1 'a disc --w 48' asks for another clip" in str(answer.exception)

@@ -339,7 +339,7 @@ def test_the_command_and_the_start_of_a_run_refuse_what_is_too_long(tmp_path: Pa
 
 def test_an_empty_prompt_is_named() -> None:
     (note,) = prompt_notes(["a disc", " ", ""], TextConfig(), "refuse")
-    assert note == "prompts 1, 2 are empty: their clips are what the model makes without any text."
+    assert note == "prompts 2, 3 are empty: their clips are what the model makes without any text."
 
 
 def test_a_frame_rate_goes_to_a_transformer_that_takes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

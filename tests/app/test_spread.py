@@ -359,7 +359,7 @@ def test_what_was_stopped_continues_where_it_was(checkpoint, alone, tmp_path) ->
 @pytest.mark.faults
 def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        RuntimeError, match=r"1 worker\(s\) died or hung while they made prompt 1 \('a disc number 1'\)"
+        RuntimeError, match=r"1 worker\(s\) died or hung while they made prompt 2 \('a disc number 1'\)"
     ):
         # one loss: a start of a worker takes seconds
         spread(
