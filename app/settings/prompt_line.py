@@ -18,6 +18,12 @@ from ops.ranges import SEED, Range, above, between
 from ops.typed import ConfigError
 
 _OPTION = re.compile(r"(?:^|(?<=\s))--(?=[A-Za-z])")
+# what word processors make of two hyphens, where a number or a picture's file stands after the letters of an option
+_DASH = re.compile(
+    r"(?:^|(?<=\s))[\u2010-\u2015\u2212]+"
+    r"(?:(?P<number>[whfdsgl]|fs)\s+[+-]?\.?[0-9]\S*|(?P<text>n)\s+\S+|(?P<file>e?i)\s.*?\.(?:png|jpe?g|webp|bmp)\b)",
+    re.IGNORECASE,
+)
 _SHOWN = 60  # letters of a line in a message
 _WHOLE: dict[str, tuple[str, Range]] = {
     "w": ("width", between(1, 1 << 16)),
@@ -31,6 +37,10 @@ _NUMBERS: dict[str, tuple[str, Range]] = {
     "g": ("guidance_scale", between(0, 1e6)),
     "l": ("guidance_scale", between(0, 1e6)),
     "fs": ("flow_shift", above(0, 1e6)),
+}
+_FORMS = {  # of values; digits of other scripts and 8_32, which int() and float() read, are slips
+    "whole number": re.compile(r"[+-]?[0-9]{1,30}"),
+    "number": re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|[+-]?(?:nan|inf)", re.IGNORECASE),
 }
 _TEXTS = {"n": "negative_prompt", "i": "image", "ei": "last_image"}
 _PICTURES = ("i", "ei")
@@ -61,6 +71,12 @@ class PromptLine:
         """Raises ConfigError, of a line that is `called` so, for options that are none, and for values that these do
         not take."""
         called = called or f"prompt {short(line)}"
+        if dash := _DASH.search(line):
+            name = next(filter(None, dash.groups()))
+            raise ConfigError(
+                f"{called}: {dash[0].split()[0]!r} begins with a dash, and options with two hyphens; write --{name}, "
+                f"or put a space after the dash where it is text."
+            )
         options = list(_options(line))
         found = PromptLine(text=line[: options[0].start].strip() if options else line)
         for option in options:
@@ -93,7 +109,10 @@ def _options(line: str) -> Iterator[_Option]:
         name = said.split(maxsplit=1)[0]
         value = said[len(name) :].strip()
         begin = start + (said.index(value, len(name)) if value else len(name))
-        yield _Option(name.removeprefix("--").lower(), value, start, slice(begin, begin + len(value)))
+        at, name = slice(begin, begin + len(value)), name.removeprefix("--").lower()
+        if name in _PICTURES and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1].strip()  # quotes of a file, as in a shell
+        yield _Option(name, value, start, at)
 
 
 def _read(option: _Option, called: str) -> tuple[str, int | float | str]:
@@ -109,12 +128,16 @@ def _read(option: _Option, called: str) -> tuple[str, int | float | str]:
             f"where they are text."
         )
     field, allowed = _WHOLE[name] if name in _WHOLE else _NUMBERS[name]
-    number: int | float
-    try:
-        number = int(value) if name in _WHOLE else float(value)
-    except ValueError:
-        kind = "whole number" if name in _WHOLE else "number"
-        raise ConfigError(f"{where} {value!r} is no {kind}; options stand at the end, after the text.") from None
+    kind = "whole number" if name in _WHOLE else "number"
+    if not value:
+        raise ConfigError(f"{where} has no value; give a {kind}, or leave it out.")
+    if not _FORMS[kind].fullmatch(value):
+        first, _, more = value.partition(" ")
+        if more and _FORMS[kind].fullmatch(first):
+            raise ConfigError(f"{where} {value!r} is no {kind}; options stand at the end, after the text.")
+        form = "digits 0 to 9 alone" if name in _WHOLE else "digits 0 to 9, with a point for a part of one"
+        raise ConfigError(f"{where} {value!r} is no {kind}; write {form}.")
+    number = int(value) if name in _WHOLE else float(value)
     if fault := allowed.fault(number):
         raise ConfigError(f"{where} is {value}; {fault}.")
     return field, number
@@ -126,7 +149,7 @@ def short(line: str) -> str:
 
 def may_have_options(line: str) -> bool:
     """Whether something on the line looks like an option, which may be none."""
-    return _OPTION.search(line) is not None
+    return _OPTION.search(line) is not None or _DASH.search(line) is not None
 
 
 def with_pictures(line: str, place: Callable[[str], str]) -> str:

@@ -54,6 +54,9 @@ LINES = (
 )
 
 
+DASHES = ("a cat \u2014 832 of them", "so \u2014i love it", "a cat\u2014w 3", "\u2014s 'a' and", "\u2013 w 832")
+
+
 def mixed_run(prompts: tuple[str, ...] = LINES) -> RunConfig:
     config = tiny_run()
     return replace(config, sample=replace(config.sample, prompts=prompts))
@@ -95,7 +98,7 @@ def test_a_line_is_a_text_and_what_it_says_instead_of_the_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [" a cat ", "a well--known cat", "a cat -- it sleeps", "a cat --", "--- a cat", "-w 3"]
+    "text", [" a cat ", "a well--known cat", "a cat -- it sleeps", "a cat --", "--- a cat", "-w 3", *DASHES]
 )
 def test_a_text_without_options_stays_as_it_is(text: str) -> None:
     assert PromptLine.of(text) == PromptLine(text=text) and not PromptLine.of(text).has_options
@@ -109,9 +112,20 @@ def test_a_text_without_options_stays_as_it_is(text: str) -> None:
         ("a cat --w=832", "--w=832 is no option of a prompt"),
         ("a cat --furry and small", "Leave it out, or put a space after the dashes where they are text."),
         ("a cat --cn control.mp4", "--cn is no option of a prompt"),
-        ("a cat --w", "--w '' is no whole number; options stand at the end, after the text."),
-        ("a cat --w 832 on a wall", "--w '832 on a wall' is no whole number"),
-        ("a cat --f 8.5", "--f '8.5' is no whole number"),
+        ("a cat --w", "--w has no value; give a whole number, or leave it out."),
+        ("a cat --l --w 16", "--l has no value; give a number, or leave it out."),
+        ("a cat --w 832 on a wall", "'832 on a wall' is no whole number; options stand at the end, after the text."),
+        ("a cat --f 8.5", "--f '8.5' is no whole number; write digits 0 to 9 alone."),
+        ("a cat --w 832.0", "--w '832.0' is no whole number; write digits 0 to 9 alone."),
+        ("a cat --w 8_32", "--w '8_32' is no whole number; write digits 0 to 9 alone."),
+        ("a cat --d \u0664\u0662", "is no whole number; write digits 0 to 9 alone."),
+        ("a cat --l 1_0.5", "--l '1_0.5' is no number; write digits 0 to 9, with a point for a part of one."),
+        ("a cat --l \u0665", "is no number; write digits 0 to 9, with a point for a part of one."),
+        ("a cat \u2014w 832", "'\u2014w' begins with a dash, and options with two hyphens; write --w, or put a space"),
+        ("a cat \u2013w 832 --h 480", "write --w, or put a space after the dash where it is text."),
+        ("a cat --h 480 \u2014fs 3.5", "write --fs, or put a space"),
+        ("a cat \u2014n blurred", "write --n, or put a space"),
+        ("a cat \u2014i a cat.png", "write --i, or put a space"),
         ("a cat --f 0", "--f is 0; it must be at least 1."),
         ("a cat --d -1", "--d is -1; it must be at least 0."),
         ("a cat --fs nan", "--fs is nan; it must be a number."),
@@ -188,6 +202,9 @@ def test_a_run_keeps_its_lines_and_files_of_pictures_become_absolute(tmp_path: P
     assert RunConfig.from_yaml(config.to_yaml()).sample.prompts == LINES
     line = "a  cat --i a cat.png --w 32 --ei b.png"
     assert with_pictures(line, lambda path: f"/x/{path}") == "a  cat --i /x/a cat.png --w 32 --ei /x/b.png"
+    quoted = "a --ei 'b c.png' --i \"a cat.png\""
+    assert (PromptLine.of(quoted).image, PromptLine.of(quoted).last_image) == ("a cat.png", "b c.png")
+    assert with_pictures(quoted, lambda path: f"/x/{path}") == "a --ei /x/b c.png --i /x/a cat.png"
     found = from_here(mixed_run(("a cat", line))).sample.prompts
     assert found == ("a cat", f"a  cat --i {Path.cwd()}/a cat.png --w 32 --ei {Path.cwd()}/b.png")
 
@@ -213,7 +230,12 @@ def test_what_an_earlier_run_has_kept_is_read_whatever_its_prompts_say(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("old", "said"), [(OLD, "--amend is no option of a prompt"), ("a sign --w 833", "clips of 5 x 16 x 833")]
+    ("old", "said"),
+    [
+        (OLD, "--amend is no option of a prompt"),
+        ("a sign --w 833", "clips of 5 x 16 x 833"),
+        ("a jet \u2014f 16", "write --f, or put a space"),
+    ],
 )
 def test_sample_says_how_to_do_without_a_prompt_that_a_run_has_kept(old: str, said: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, mixed_run((old,)))
