@@ -17,7 +17,7 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
     """The lines of a text file that are not empty; those that begin with # are comments. Raises ConfigError when there
     are none, and for options on one that are none."""
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()  # editors mark it so
     except UnicodeDecodeError:
         raise ConfigError(f"{setting} {path} is not UTF-8 text; write one prompt on each line.") from None
     except OSError as error:

@@ -255,6 +255,10 @@ def test_a_prompt_file_may_have_comments(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("# prompt 1: for a cat\na cat --w 640 --h 480\n\n#a dog\na dog #1\n")
     assert read_prompts(file) == ["a cat --w 640 --h 480", "a dog #1"]
+    file.write_text("# a mark of UTF-8 is before this\na cat\n", encoding="utf-8-sig")
+    assert read_prompts(file) == ["a cat"]
+    file.write_text("a cat\n", encoding="utf-8-sig")
+    assert read_prompts(file) == ["a cat"]
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="has no prompt"):
         read_prompts(file)
