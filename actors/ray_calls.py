@@ -24,15 +24,15 @@ R = TypeVar("R")
 _ray: Any = ray  # its types end at ObjectRef; ours begin here
 
 
-def remote_of(plain: Callable[..., object], groups: Mapping[str, int] | None = None) -> Any:  # Ray gives it no type
+def remote_of(
+    plain: Callable[..., object], groups: Mapping[str, int] | None = None, *, once: bool = False
+) -> Any:  # Ray gives it no type
     """Ray's class of actors, or task, of a plain class or function: `.options(...).remote(...)`. The caller names the
-    protocol that its handles follow. `groups` are threads of an actor besides its own, by name."""
+    protocol that its handles follow. `groups` are threads of an actor besides its own, by name. `once`: a task's process
+    ends with it, and so all that it has changed there."""
+    if once:
+        return _ray.remote(max_calls=1)(plain)
     return _ray.remote(concurrency_groups=dict(groups))(plain) if groups else _ray.remote(plain)
-
-
-def task_of_its_own(plain: Callable[..., object]) -> Any:  # Ray gives it no type
-    """Ray's task of a plain function whose process ends with it, and so all that it has changed there."""
-    return _ray.remote(max_calls=1)(plain)
 
 
 def get(reference: Ref[T], timeout: float | None = None) -> T:

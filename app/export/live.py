@@ -23,7 +23,7 @@ from pathlib import Path
 
 import ray
 
-from actors.ray_calls import cancel, get, task_of_its_own, wait
+from actors.ray_calls import cancel, get, remote_of, wait
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent
 from actors.refs import Ref
 from actors.state.checkpoint_files import complete, step_folder
@@ -191,7 +191,7 @@ class LiveLora:
             if due.held is None:
                 self._hold(step, due)
             checkpoints[step] = str(due.held or step_folder(root_of(self._run_dir), step))
-        task = task_of_its_own(make).options(num_cpus=0, max_retries=0, name="lora files")
+        task = remote_of(make, once=True).options(num_cpus=0, max_retries=0, name="lora files")
         self._running = task.remote(str(self._run_dir), checkpoints, self._dtype)
 
     def _hear(self, timeout_s: float) -> list[RunEvent]:

@@ -68,7 +68,7 @@ class Tasks:
         self.asked: list[tuple[int, ...]] = []
         self.cancelled: list[object] = []
         self.hangs, self.lost = False, 0
-        monkeypatch.setattr(live, "task_of_its_own", lambda plain: self)
+        monkeypatch.setattr(live, "remote_of", lambda plain, once: self)
         monkeypatch.setattr(live, "wait", lambda some, timeout: ([], some) if self.hangs else (some, []))
         monkeypatch.setattr(live, "get", self.get)
         monkeypatch.setattr(live, "cancel", self.cancelled.append)
