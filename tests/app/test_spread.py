@@ -456,7 +456,7 @@ def test_a_prompt_over_which_workers_hang_is_given_up(monkeypatch: pytest.Monkey
     for make in ("together", "apart"):
         crew: Any = HangingCrew(monkeypatch, {(2, times): 1e9 for times in range(20)})
         queue, keep = PromptQueue(5, (), 1), lambda chunk, made: None
-        with pytest.raises(CrewError, match=r"died or hung while they made prompt 2 .*not answered for 1[0-9]{3} s"):
+        with pytest.raises(CrewError, match=r"died or hung while they made prompt 3 .*not answered for 1[0-9]{3} s"):
             if make == "together":
                 spreading._make_together(crew, queue, crew, keep, print)
             else:
