@@ -238,7 +238,7 @@ class LiveLora:
         return events
 
     def _failed(self, step: int, why: str) -> LoraFilesFailed:
-        """Of the task, or where there is none of one that waits."""
+        """Give up one of the task, or where that has none of this step one that waits."""
         _let_go((self._asked if step in self._asked else self._due).pop(step))
         command = f"heddle export --checkpoint {self._run_dir} --after {step + 1} --lora-only --to FOLDER"
         remedy = f"A resume makes them while the checkpoint is there, and so does `{command}`"
