@@ -28,8 +28,8 @@ def remote_of(
     plain: Callable[..., object], groups: Mapping[str, int] | None = None, *, once: bool = False
 ) -> Any:  # Ray gives it no type
     """Ray's class of actors, or task, of a plain class or function: `.options(...).remote(...)`. The caller names the
-    protocol that its handles follow. `groups` are threads of an actor besides its own, by name. `once`: a task's process
-    ends with it, and so all that it has changed there."""
+    protocol that its handles follow. `groups` are threads of an actor besides its own, by name. `once`: a task has a
+    process of its own, which ends with it, and so all that it has changed there."""
     if once:
         return _ray.remote(max_calls=1)(plain)
     return _ray.remote(concurrency_groups=dict(groups))(plain) if groups else _ray.remote(plain)
