@@ -101,13 +101,13 @@ def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) ->
 
 
 def host_gib(shown: str) -> tuple[float, float]:
-    """GiB that states take of a node's host memory, and encoders; what is on its way to and from GPUs takes the rest,
-    half a GiB of each for the update of state in host memory: three buckets of gradient and two of parameters."""
-    sent = r"uploads ([\d.]+), gradients and updates on their way ([\d.]+)"
-    found = re.findall(rf"host memory of a node ([\d.]+) of 2048 \(.*?, encoders ([\d.]+), {sent}", shown)
-    ((taken, encoders, uploads, pinned),) = found
-    assert float(pinned) == 8 * (3 * 0.125 + 2 * 0.0625)
-    return float(taken) - float(encoders) - float(uploads) - float(pinned), float(encoders)
+    """GiB that states take of a node's host memory, with copies for other nodes, and encoders; what is on its way to
+    and from GPUs takes half a GiB of each for the update of state in host memory: three buckets of gradient and two of
+    parameters."""
+    (told,) = re.findall(r"host memory of a node [\d.]+ of 2048 \((.*?)\)", shown)
+    of = {name: float(gib) for name, gib in re.findall(r"([a-z ]+) ([\d.]+)(?:, |$)", told)}
+    assert of["gradients and updates on their way"] == 8 * (3 * 0.125 + 2 * 0.0625)
+    return of["two versions of the optimizer state"] + of.get("copies for other nodes", 0.0), of["encoders"]
 
 
 def free_gib(shown: str) -> float:
