@@ -32,6 +32,25 @@ from ops.update.engine import PhaseListener
 from ops.waiting import Waited
 
 
+def in_halves(
+    encode: Callable[[range], list[Tensor]], samples: range, ran_short: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """`encode` of all samples at once or, where memory runs out, which `ran_short` hears, of half of them at a time.
+    Encoders keep nothing of a call that failed, and a sample's result does not depend on its batch."""
+    if not len(samples):
+        return []
+    try:
+        return encode(samples)
+    except RuntimeError as error:
+        if not ran_out(error) or len(samples) == 1:
+            raise
+        failed = error
+    release(failed)
+    ran_short()
+    middle = len(samples) // 2
+    return [*in_halves(encode, samples[:middle], ran_short), *in_halves(encode, samples[middle:], ran_short)]
+
+
 class CascadeMeasure:
     """Times one cascade, and counts its memory."""
 
@@ -102,22 +121,14 @@ class CascadeMeasure:
         self._tell = tell
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
-        """`encode` of all samples at once or, where memory runs out, of half of them at a time. Encoders keep nothing
-        of a call that failed, and a sample's result does not depend on its batch."""
-        if not len(samples):
-            return []
-        try:
-            return encode(samples)
-        except RuntimeError as error:
-            if not ran_out(error) or len(samples) == 1:
-                raise
-            failed = error
-        release(failed)
+        """As `in_halves`."""
+        return in_halves(encode, samples, self._note_exceeded)
+
+    def _note_exceeded(self) -> None:
+        """Memory ran out: what was taken until then was too much."""
         taken = self._meter.stop() or 0.0
         self._exceeded_gib = min(taken, self._exceeded_gib or taken)
         self._meter.start()
-        middle = len(samples) // 2
-        return [*self.in_parts(encode, samples[:middle]), *self.in_parts(encode, samples[middle:])]
 
     # Its end ---------------------------------------------------------------------------------------------------------
 

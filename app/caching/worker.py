@@ -24,7 +24,8 @@ from actors.ray_calls import given_gpu, node_id
 from actors.refs import Method
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts
 from actors.worker.loading import EncoderSet, device_of
-from actors.worker.meter import collect, ran_out, release
+from actors.worker.measure import in_halves
+from actors.worker.meter import collect
 from data.cache import Cache, EntryKind
 from data.config import CacheConfig
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
@@ -88,18 +89,7 @@ class _Parts(NoMeasure):
     """Encodes as many samples at once as memory allows."""
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
-        """As the run's own cascades (`actors.worker.measure`)."""
-        if not len(samples):
-            return []
-        try:
-            return encode(samples)
-        except RuntimeError as error:
-            if not ran_out(error) or len(samples) == 1:
-                raise
-            failed = error
-        release(failed)
-        middle = len(samples) // 2
-        return [*self.in_parts(encode, samples[:middle]), *self.in_parts(encode, samples[middle:])]
+        return in_halves(encode, samples)
 
 
 class FillWorker:

@@ -23,8 +23,7 @@ def encoders_of_samples(config: RunConfig) -> tuple[Module, ...]:
 
 def makes_samples(config: RunConfig) -> bool:
     """Whether the workers make samples. Those of one expert of two are made by a task of its own."""
-    sample = config.sample
-    return bool(sample.every and sample.prompts) and not config.model.dit.lacks_expert
+    return config.sample.is_live and not config.model.dit.lacks_expert
 
 
 def live_texts(config: RunConfig) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
 
 def _aside_gib(config: RunConfig, found: MemoryForecast) -> float:
     """What a sample takes that is made beside the run."""
-    if not (config.sample.every and config.sample.prompts) or config.model.dit.lacks_expert:
+    if not makes_samples(config):
         return 0.0
     return aside_gib(found.state_gib, found.state_bytes, found.parameter_bytes, gpu=True)
 

@@ -51,7 +51,7 @@ def sample_notes(config: RunConfig) -> list[str]:
     """The same of the prompts of samples that are made during training. Raises ConfigError for one that is too long
     where those are refused, and for settings of decoding that the autoencoder does not take."""
     sample = config.sample
-    if not (sample.every and sample.prompts):
+    if not sample.is_live:
         return []
     try:
         text = resolve(config.model)[0].text

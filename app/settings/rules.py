@@ -180,7 +180,7 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
 
 def check_cache(data: DataConfig, model: ModelConfig, sample: SampleConfig) -> None:
     """Samples of a run that takes its texts from a cache have theirs there, too."""
-    live = bool(sample.every and sample.prompts) and not model.dit.lacks_expert
+    live = sample.is_live and not model.dit.lacks_expert
     if data.cache.only and data.cache.text and live and model.text.sees_picture:
         raise ConfigError(
             f"data.cache.only is true, and sample.every {sample.every} makes clips of texts that the text encoder of "

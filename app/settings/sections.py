@@ -117,6 +117,11 @@ class SampleConfig:
                 f"out."
             )
 
+    @property
+    def is_live(self) -> bool:
+        """Samples are made while the run trains."""
+        return bool(self.every and self.prompts)
+
     def of_prompt(self, number: int) -> SampleConfig:
         """The settings of one prompt alone, with the options on its line in their places. Raises ValueError where these
         do not go together."""
