@@ -146,9 +146,9 @@ def seal(
     listed = [known.get(name) or _as_it_is(folder / name) for name in [*names, META]]
     entries = {file.name: {"size": file.size, "crc32": file.crc32} for file in listed}
     _write(folder / COMPLETE, [json.dumps({"files": entries}).encode()])
-    for left in [*folder.glob(".*.part"), *(folder / name for name in _shard_names(folder) if name not in entries)]:
-        with suppress(OSError):  # of attempts that were given up
-            left.unlink()
+    with suppress(OSError):  # it is whole, whatever else lies there
+        for left in (*folder.glob(".*.part"), *(folder / name for name in _shard_names(folder) if name not in entries)):
+            left.unlink(missing_ok=True)  # of attempts that were given up
 
 
 def parameters_meta(layout: Sequence[Slot]) -> list[ParameterMeta]:
