@@ -35,6 +35,7 @@ from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
 from app.kept.wanted import CacheLook, KindAccount, check_only, look
 from app.plan.dry_run import dry_run
+from app.proof.command import settings_of
 from app.sampling.kept_texts import kept_texts
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
@@ -224,12 +225,28 @@ def test_bad_clips_that_are_known_are_none_in_a_row(clips: Path, tmp_path: Path)
     assert ledger.summary()["skipped"]["decode_error"] == 3 and ledger.summary()["delivered"] == len(some) - 3
 
 
-def test_a_full_disk_ends_the_command_and_says_why(clips: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_command_and_says_why(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(clips, tmp_path / "cache")
     full = replace(config, data=replace(config.data, cache=replace(config.data.cache, min_free_gib=1e6)))
-    _, answers = filled(full)
+    found, answers = filled(full)
     assert answers[0].full and answers[0].failed and not answers[0].kept
     assert "GiB would stay free" in answers[0].why
+    asked = iter([(found.kinds["text"].missing[:1], answers[0]), (found.kinds["text"].missing[1:2], answers[1])])
+    monkeypatch.setattr("app.caching.fill.fill", lambda *given, **named: (one for one in asked))
+    monkeypatch.setattr(command, "_capacity", lambda config: 1)
+    done = command._fill(full, found, found.dataset.ledger)
+    assert done.failed == len(answers[0].failed) and "GiB would stay free" in done.why
+    assert next(asked)[1] is answers[1], "no further answer is asked for"
+
+
+def test_a_proof_of_a_run_that_takes_texts_alone_encodes_them_in_both_runs(clips: Path, tmp_path: Path) -> None:
+    config = from_cache(config_of(clips, tmp_path), latents=False)
+    given = config_of(
+        clips, tmp_path, "demo", "data.cache.only=true", "data.cache.latents=false", *settings_of(config, 8)
+    )
+    assert not given.data.cache.path and not given.data.cache.only
 
 
 def test_a_unit_that_another_process_has_made_meanwhile_decodes_nothing(
