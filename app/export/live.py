@@ -238,7 +238,7 @@ class LiveLora:
         return events
 
     def _failed(self, step: int, why: str) -> LoraFilesFailed:
-        """Give up one of the task, or where that has none of this step one that waits."""
+        """Let go of a checkpoint: of the running task, or else of those that wait. The event says so."""
         _let_go((self._asked if step in self._asked else self._due).pop(step))
         command = f"heddle export --checkpoint {self._run_dir} --after {step + 1} --lora-only --to FOLDER"
         remedy = f"A resume makes them while the checkpoint is there, and so does `{command}`"

@@ -134,7 +134,7 @@ class Dataset:
         `tell_bad` got. Raises DataError when more are bad than the limits allow."""
         seen = Counter((fault.source, fault.shard, fault.key) for fault in faults)
         told = self._told.pop(step, ())
-        faults = [*faults, *_once_more(told, seen)]
+        faults = [*faults, *_untold(told, seen)]
         if step + 1 not in self._draws:
             self._walk_draws(step)
             self._file_draws(Counter(ref.source for item in self.step(step).items for ref in item.samples), faults)
@@ -258,8 +258,8 @@ class Dataset:
         }
 
 
-def _once_more(told: Sequence[Fault], seen: Counter[tuple[int, str, str]]) -> Iterator[Fault]:
-    """Those of other draws than the faults that are `seen` already: a draw is bad once, whoever says it."""
+def _untold(told: Sequence[Fault], seen: Counter[tuple[int, str, str]]) -> Iterator[Fault]:
+    """Faults of draws whose decoder has not told them already (`seen`): a draw is bad once, whoever says it."""
     for fault in told:
         name = (fault.source, fault.shard, fault.key)
         if seen[name]:
