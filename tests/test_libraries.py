@@ -45,6 +45,7 @@ def test_a_script_runs(name: str, folder: Path) -> None:
         assert promised == [printed.strip()]
 
 
+@pytest.mark.long
 def test_routed_training_is_the_same_under_any_topology(folder: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "route.py")
     printed = {run(folder, *torchrun, topology) for topology in ("g1n2+g2n1", "g4n1")}

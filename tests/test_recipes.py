@@ -182,6 +182,7 @@ def passed(tree: Path, chosen: str, files: tuple[str, ...], **environment: str) 
     return Counter(f"{case.get('classname', '').replace('.', '/')}.py" for case in cases)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_a_new_family_and_a_new_operator_are_found_and_pass_what_all_of_their_kind_do(tree: Path) -> None:
     of_one_kind = (*OF_ALL_FAMILIES, *OF_ALL_OPERATORS, "tests/families/test_loom.py")

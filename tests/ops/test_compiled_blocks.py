@@ -70,6 +70,7 @@ def test_one_code_serves_any_rows_and_sequences_and_computes_the_same(name: str)
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_one_code_serves_any_frames_with_times_of_their_own() -> None:
     config = replace(VARIANTS["skyreels"], gradient_checkpointing=True)

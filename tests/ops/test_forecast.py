@@ -124,6 +124,7 @@ def test_short_models_stand_for_a_deep_one(case: str, checkpointing: bool) -> No
         assert dit_need_gib(deep, clips, degree, precision) * GIB == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_need_is_a_line_over_the_rows_of_a_rank() -> None:
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
     config = replace(WAN, gradient_checkpointing=True)

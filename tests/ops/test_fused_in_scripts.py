@@ -201,5 +201,6 @@ def _wrapped(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_ddp_and_fully_shard_compute_the_same_gradients(tmp_path: Path) -> None:
     mp.spawn(_wrapped, args=(str(tmp_path),), nprocs=2)  # raises what a process raised

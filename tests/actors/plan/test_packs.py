@@ -147,6 +147,7 @@ def test_packs_alone_teach_launches_and_parts(monkeypatch: pytest.MonkeyPatch) -
     assert found <= 0.03 < error(), "sums of parts cannot be what packs of two and of four take"
 
 
+@pytest.mark.long
 def test_a_machine_with_dear_launches_is_learned_and_planned_for() -> None:
     found = learn_live("knapsack", 100, 10, 0.02, launches_s=0.5)
     assert found.median <= 0.05 and 0.95 <= found.step_ratio <= 1.05

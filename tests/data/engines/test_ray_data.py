@@ -145,7 +145,8 @@ def test_pixels_are_the_same_for_any_number_of_consumers_and_across_a_stop(clust
         ray.kill(consumer)
 
 
-@pytest.mark.parametrize("number", [3, *(pytest.param(many, marks=pytest.mark.long) for many in (1, 2, 4, 8))])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 8])
 def test_every_number_of_consumers_sees_the_same_pixels(cluster: None, clips: Path, number: int) -> None:
     """Starts anywhere and stops anywhere: the step each number begins at differs too."""
     consumers = [Consumer.remote() for _ in range(number)]
