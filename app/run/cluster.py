@@ -130,9 +130,13 @@ def connect(config: RunConfig) -> None:
     start_ray_here(partial(start, num_cpus=cpus, dashboard_host="127.0.0.1"))
 
 
+class RayNotStarted(RuntimeError):
+    """No Ray came up on this machine."""
+
+
 def start_ray_here(start: Callable[..., object]) -> None:
     """A Ray of this machine, for this process; `start` is `ray.init` with all but its address. Raises ConfigError where
-    the path of its temporary folder is too long for its sockets."""
+    the path of its temporary folder is too long for its sockets, RayNotStarted where it does not come up twice."""
     import ray
 
     logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
@@ -146,7 +150,16 @@ def start_ray_here(start: Callable[..., object]) -> None:
         # On a busy machine one of its processes may come up too late.
         log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
         ray.shutdown()
-        start(address="local")
+        try:
+            start(address="local")
+        except Exception as again:
+            load = os.getloadavg()[0]
+            logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "session_latest", "logs")
+            raise RayNotStarted(
+                f"Ray did not start on this machine, twice: {type(again).__name__}: {again} Its processes must come up "
+                f"within 30 s, and {os.cpu_count()} cores have a load of {load:.0f}: where others keep them busy, try "
+                f"again when these have ended; else read {logs}."
+            ) from again
 
 
 def _worker_environment() -> dict[str, str]:

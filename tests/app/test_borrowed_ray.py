@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from app.run.cluster import start_ray_here
+from app.run.cluster import RayNotStarted, start_ray_here
 from app.run.signals import unwinds_on_signal
 from ops.typed import ConfigError
 
@@ -76,3 +76,16 @@ def test_a_temporary_folder_too_long_for_sockets_is_one_sentence() -> None:
 
     with pytest.raises(ConfigError, match=f"{path}. Set RAY_TMPDIR to a shorter folder"):
         start_ray_here(start)
+
+
+def test_a_ray_that_does_not_come_up_twice_is_one_sentence_with_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/short")
+    asked = []
+
+    def start(address: str) -> None:
+        asked.append(address)
+        raise Exception("The current node timed out during startup.")
+
+    with pytest.raises(RayNotStarted, match=r"timed out during startup.* read /short/ray/session_latest"):
+        start_ray_here(start)
+    assert asked == ["local", "local"]
