@@ -266,14 +266,15 @@ def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str
 # Housekeeping -------------------------------------------------------------------------------------------------------
 
 
-def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
+def prune(root: Path, keep_last: int, keep_every: int = 0, until: int | None = None) -> list[Path]:
     """Remove old checkpoints; returns what was removed.
 
     Kept are the `keep_last` newest complete ones (0: all of them), those after a multiple of `keep_every` steps, and
-    whatever is newer than the newest complete one (it may be in the making). One that the storage does not let go now
-    goes next time.
+    whatever is newer than the newest complete one (it may be in the making). Those after step `until` count as none,
+    and stay: a run that passed them over because they are damaged would else lose the one that it has just written.
+    One that the storage does not let go now goes next time.
     """
-    found = complete(root)
+    found = [folder for folder in complete(root) if until is None or _step_of(folder) <= until]
     if not found:
         return []
     keep = set(found[-keep_last:])  # all of them for 0

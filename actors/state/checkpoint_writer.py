@@ -218,7 +218,7 @@ class Writer:
         self._torn = []
 
     def _is_whole(self, step: int, folder: Path) -> None:
-        for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
+        for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every, until=step):
             log.info("removed %s", removed.name)
         self._events.checkpoint(folder, step)
 

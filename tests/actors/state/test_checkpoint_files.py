@@ -342,6 +342,21 @@ def test_prune_removes_no_checkpoint_where_all_are_kept(tmp_path: Path) -> None:
     assert [folder.name for folder in complete(tmp_path)] == ["step-9", "step-19", "step-29"]
 
 
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_later_checkpoints_that_a_run_has_passed_over_keep_no_place_of_those_that_it_writes(
+    tmp_path: Path, keep_last: int
+) -> None:
+    for step in (9, 19, 29):
+        write(tmp_path, step)
+    for step in (19, 29):  # resumed from step 9
+        shard = next(step_folder(tmp_path, step).glob("shard-*"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    write(tmp_path, 14)
+    removed = prune(tmp_path, keep_last=keep_last, until=14)
+    assert [folder.name for folder in removed] == (["step-9"] if keep_last == 1 else [])
+    assert latest(tmp_path) == step_folder(tmp_path, 14)
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
