@@ -20,6 +20,7 @@ from actors.planning.observations import cannot_be, work_of
 
 _NEWEST = 50  # cascades of a shape that a worker is known by: later ones count with 1 / 50
 _NOTICEABLE = 0.3  # smaller deviations are noise (shared CPUs: 20 %) and change no plan
+_NORMAL = 0.2  # one that was told as slow is normal again below this, so that 0.3 itself is no place to flutter at
 _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
@@ -75,9 +76,10 @@ class Speeds:
         middle = statistics.median(known.values()) if known else 0.0
         for worker, speed in known.items():
             found = max(math.exp(speed - middle), 0.1)
-            if abs(found - 1) < _NOTICEABLE:
+            before = told.get(worker, 1.0)
+            if abs(found - 1) < (_NOTICEABLE if before == 1.0 else _NORMAL):
                 self._told[worker] = 1.0
-            elif abs(found - told.get(worker, 1.0)) > _STAYS:
+            elif abs(found - before) > _STAYS:
                 self._told[worker] = round(found, 2)
         factors = tuple((told | self._told).get(worker, 1.0) for worker in workers)
         return factors if any(speed != 1.0 for speed in factors) else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -49,6 +51,21 @@ def test_a_worker_of_half_the_speed_is_planned_as_such_and_stays_so() -> None:
         speeds.observe([report("a", 1.0), report("b", 1.0), slow], planned_with)
         factors = speeds.factors(names)
     assert factors == (1.0, 1.0, 0.5)
+
+
+@pytest.mark.parametrize(("speed", "most"), [(0.8, 0), (0.72, 30), (0.7, 30), (0.68, 30), (0.6, 30)])
+def test_a_speed_at_the_limit_of_what_is_noticed_is_told_a_few_times_and_not_ever_again(
+    speed: float, most: int
+) -> None:
+    draw, speeds = random.Random(0), Speeds()
+    names = tuple(f"w{number}" for number in range(8))
+    told, changes = (), 0
+    for _ in range(1500):
+        own = (1 / speed, *[1.0] * 7)
+        speeds.observe([report(w, s * math.exp(draw.gauss(0, 0.1))) for w, s in zip(names, own, strict=True)], {})
+        changes += (found := speeds.factors(names, told)) != told
+        told = found
+    assert changes <= most
 
 
 def test_noise_and_a_common_misprediction_change_nothing() -> None:
