@@ -305,7 +305,7 @@ class RayTracker:
 
     The tag perf/mfu is the gauge `heddle_perf_mfu`, which Prometheus sees as `ray_heddle_perf_mfu`, with the label
     `run`. Curves of workers and of buckets have the label `of`: workers/tflops/w0 is `heddle_workers_tflops{of="w0"}`.
-    A worker that has left stands at 0. In a process without Ray nothing collects them.
+    A worker that has left is 0 once, and is then forgotten. In a process without Ray nothing collects them.
 
     Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
     whose steps are longer, or do not come, is seen as long as its process lives.
@@ -338,7 +338,7 @@ class RayTracker:
             self._set(name, label, value)
         for name, known in self._labels.items():
             for gone in known - labels.get(name, known):
-                self._set(name, gone, 0.0)
+                self._end(name, gone)
         self._labels |= labels
 
     def _set(self, name: str, label: str, value: float) -> None:
@@ -352,6 +352,12 @@ class RayTracker:
         if self._repeats is None:
             self._repeats = threading.Thread(target=self._set_again, name="heddle-gauges", daemon=True)
             self._repeats.start()
+
+    def _end(self, name: str, label: str) -> None:
+        """0 once more, and never again: over a month of changes labels of workers that have left would be thousands."""
+        with self._lock:
+            self._values.pop((name, label_of(label)), None)
+            self._send(name, label_of(label), 0.0)
 
     def _send(self, name: str, label: str, value: float) -> None:
         self._gauges[name].set(value, tags={"run": self._run, "of": label})

@@ -451,7 +451,9 @@ def test_gauges_of_ray_are_set_again_while_no_step_comes(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.util.metrics, "Gauge", FakeGauge)
     tracker = RayTracker(Path("runs/demo"), {}, repeat_s=0.01)
-    tracker.log(7, 0.0, [])
+    tracker.log(6, 0.0, [("workers/tflops/w1", 2.5)])
+    tracker.log(7, 0.0, [("workers/tflops/w0", 1.5)])
+    left = told.index(("heddle_workers_tflops", 0.0))
     tracker.alert(CheckpointFailed(time=1.7e9, step=3, why=""))
     until = time.monotonic() + 20
     while time.monotonic() < until and min(told.count(("heddle_step", 7.0)), told.count((EVENT_TIME, 1.7e9))) < 3:
@@ -461,6 +463,8 @@ def test_gauges_of_ray_are_set_again_while_no_step_comes(monkeypatch: pytest.Mon
     after = len(told)
     time.sleep(0.05)
     assert len(told) == after, "a run that has ended is not seen"
+    again = {value for name, value in told[left + 1 :] if name == "heddle_workers_tflops"}
+    assert again == {1.5}, "a worker that has left is 0 once: over a month there would be thousands of them"
 
 
 def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
