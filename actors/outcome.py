@@ -40,6 +40,10 @@ class Listener(Protocol):
         ...
 
     def on_event(self, event: RunEvent) -> None: ...
+    def before_checkpoint(self) -> None:
+        """One begins to be written. What `on_step` has written shall outlast a power cut, as the checkpoint will."""
+        ...
+
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
     def newest_line(self) -> tuple[int, int] | None:
         """(step, generation) of the newest line of metrics, also of an earlier controller's; None without one."""
@@ -77,6 +81,10 @@ class Events:
             if not self._ending:
                 raise
             log.warning("not written: %s", event)
+
+    def before_checkpoint(self) -> None:
+        """One begins to be written."""
+        self.listener.before_checkpoint()
 
     def checkpoint(self, folder: Path, step: int) -> None:
         """This folder holds the whole state after `step`. Raises as `tell`: at the end of a run another state may still

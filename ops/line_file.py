@@ -40,6 +40,11 @@ class LineFile:
         """Bytes of the file."""
         return self.path.stat().st_size if self.path.exists() else 0
 
+    def sync(self) -> None:
+        """Lines that are there outlast a power cut. Raises OSError."""
+        if self._file is not None:
+            os.fsync(self._file)
+
     def close(self) -> None:
         """The next lines open it again."""
         file, self._file = self._file, None

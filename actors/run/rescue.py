@@ -35,6 +35,7 @@ class _LogListener:
         log.warning("%s: %s", event.event, event.line())
 
     def newest_line(self) -> None: ...
+    def before_checkpoint(self) -> None: ...
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
         log.info("%s was written from the keepers", folder)

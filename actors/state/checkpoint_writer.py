@@ -134,6 +134,7 @@ class Writer:
             return
         self._last_state, step = None, written.meta["step"]
         folder = checkpoint.step_folder(self._root, step)
+        self._events.before_checkpoint()
         try:
             checkpoint.seal(folder, written.meta, written.bounds, written.files)
         except (OSError, checkpoint.CheckpointError) as error:
@@ -158,6 +159,8 @@ class Writer:
         folder = checkpoint.step_folder(self._root, step)
         if step in self.steps:
             return
+        if seal:
+            self._events.before_checkpoint()
         named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
         reference: Ref[WrittenFiles | None] = named.remote(
             str(folder), meta, version.generation, list(version.keepers), seal

@@ -361,8 +361,8 @@ class LabRun:
     def on_event(self, event: RunEvent) -> None:
         self.events.append(event)
 
-    def on_checkpoint(self, folder: Path, step: int) -> None:
-        return None
+    def before_checkpoint(self) -> None: ...
+    def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 
 def patiently(start: Callable[[], T]) -> T:

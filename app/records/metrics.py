@@ -103,6 +103,10 @@ class StepFile:
             self.close()
             os.replace(self._path, self._older)
 
+    def sync(self) -> None:
+        """Raises OSError."""
+        self._lines.sync()
+
     def cut(self, step: int) -> None:
         """Drop the line of this step and all later ones."""
         if step <= self.last:
@@ -145,6 +149,13 @@ class Metrics:
         if record.step <= (last := self._steps.last):
             self._replaced_up_to = max(self._replaced_up_to, last)
             self._trackers.forget(record.step)
+        if record.step > last + 1:
+            log.warning(
+                "%s has no lines of steps %d to %d, before which it goes on: they were lost with a machine, or cut off",
+                self._folder / METRICS,
+                last + 1,
+                record.step - 1,
+            )
         if record.step <= self._replaced_up_to:
             record = replace(record, recomputed=True)
         line = record.line()
@@ -155,6 +166,10 @@ class Metrics:
         self._steps.write(record.step, line)  # at last: with this line the step counts
         self._trackers.log(record.step, record.time, scalars(record))
         return record
+
+    def sync(self) -> None:
+        """Lines of steps outlast a power cut. Raises OSError."""
+        self._steps.sync()
 
     def newest_line(self) -> tuple[int, int] | None:
         """(step, generation) of the newest line, also of an earlier writer's; None without one."""

@@ -195,6 +195,13 @@ class Recorder:
             self._events.add(self._unwritten)
             self._unwritten.clear()
 
+    def before_checkpoint(self) -> None:
+        """A run that went on from the checkpoint after a power cut would else have a gap in metrics.jsonl."""
+        try:
+            self._metrics.sync()
+        except OSError as error:  # the checkpoint is worth more than the lines
+            log.warning("metrics.jsonl of %s may lose its newest lines in a power cut: %s", self._run_dir, error)
+
     def on_checkpoint(self, folder: Path, step: int) -> None:
         if self._lora is not None:
             self._lora.on_checkpoint(step)

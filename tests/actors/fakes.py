@@ -65,6 +65,7 @@ class Listening:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.told: list[Any] = []  # events
+        self.synced: list[int] = []  # how many steps had been told when a checkpoint began
         self.checkpoints: list[int] = []
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: Any) -> None:
@@ -75,6 +76,9 @@ class Listening:
 
     def on_event(self, event: RunEvent) -> None:
         self.told.append(event)
+
+    def before_checkpoint(self) -> None:
+        self.synced.append(len(self.steps))
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
         self.checkpoints.append(step)

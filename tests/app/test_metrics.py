@@ -53,6 +53,14 @@ def test_a_resumed_run_replaces_the_steps_it_computes_again(tmp_path: Path) -> N
     assert [line["step"] for line in written(tmp_path) if line.get("recomputed")] == [3, 4]
 
 
+def test_a_gap_before_the_step_at_which_a_run_goes_on_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 0, 1, 2)
+    assert not caplog.records
+    write(tmp_path, 6, 7)  # from a checkpoint that outlasted a power cut
+    assert [record.message for record in caplog.records if "no lines of steps 3 to 5" in record.message]
+    assert len(caplog.records) == 1
+
+
 def test_a_recovery_inside_a_run_marks_its_recomputed_steps(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, 2, 1, 2, 3)
     assert [(line["step"], line.get("recomputed", False)) for line in written(tmp_path)] == [

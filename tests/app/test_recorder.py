@@ -107,6 +107,26 @@ def test_a_step_that_the_disk_refuses_is_recorded_once_by_a_later_try(
     assert len(list(run.spans())) == 3 and not any("recomputed" in line for line in lines(tmp_path / "metrics.jsonl"))
 
 
+def test_lines_of_steps_are_synced_before_a_checkpoint_which_is_worth_more_than_they(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    synced: list[Path] = []
+
+    def fsync(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink())
+        if len(synced) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Recorder(tmp_path) as writer:
+        writer.before_checkpoint()  # of the first step: there is no line yet
+        writer.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
+        writer.before_checkpoint()
+        assert synced == [tmp_path / "metrics.jsonl"] and not caplog.records
+        writer.before_checkpoint()
+    assert [record.message for record in caplog.records if "Input/output error" in record.message]
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -65,6 +65,9 @@ class Watching:
         self.recorder.on_event(event)
         self.told.append((time.time(), event))
 
+    def before_checkpoint(self) -> None:
+        self.recorder.before_checkpoint()
+
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
 
 

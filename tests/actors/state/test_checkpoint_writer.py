@@ -393,6 +393,26 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     assert begun_after == [[("commit", 9, 9)]], "and that its version stays"
 
 
+def test_lines_of_steps_are_on_disk_before_a_checkpoint_can_be_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from it after a power cut would have a gap in metrics.jsonl."""
+    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 12)
+    unsealed = checkpoints._write(str(folder), {"step": 12, **META}, 1, [ALL], seal=False)
+    tasks, listener = Tasks(monkeypatch), Listening()
+    tasks.on_begin = lambda: begun_after.append(len(listener.synced))
+    begun_after: list[int] = []
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    save(writer, 9)
+    assert begun_after == [1], "one that is sealed where it is written"
+    tasks.done |= {0, 1}
+    tasks.results[1] = unsealed
+    writer.save_origin(Origin(step=12, generation=1, keepers=(ALL,)), {"step": 12, **META})
+    assert len(listener.synced) == 1, "its steps are counted later"
+    writer.seal_last()
+    assert len(listener.synced) == 2
+
+
 def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_says_so(tmp_path: Path) -> None:
     older, damaged, torn = write(tmp_path, 9), write(tmp_path, 19), write(tmp_path, 29)
     path = next(damaged.glob("shard-*"))
