@@ -285,6 +285,11 @@ class TrainConfig:
                 "train.sync deepspeed cuts matrices, which train.optimizer.kind muon needs whole. Set kind to adamw, "
                 "or train.sync: flat."
             )
+        if self.sync == "deepspeed" and self.optimizer.kind == "prodigy":
+            raise ValueError(
+                "train.sync deepspeed has AdamW alone, and train.optimizer.kind is prodigy. Set kind to adamw, or "
+                "train.sync: flat."
+            )
         if self.sync == "deepspeed" and self.parameter_dtype != "float32":
             raise ValueError(
                 f"train.sync deepspeed keeps fp32 parameters; train.parameter_dtype is {self.parameter_dtype}. Set it "

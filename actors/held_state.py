@@ -7,7 +7,7 @@ from typing import Protocol
 
 from actors.refs import Method, Ref
 from ops.sending import sent_often
-from ops.shards import ShardState
+from ops.shards import Distance, ShardState
 
 COPIES = "copies"  # concurrency groups of a keeper: in which it copies what others hold
 READS = "reads"  # in which it hands out what it holds
@@ -30,6 +30,7 @@ class Snapshot:
     names: tuple[str, ...]  # of its arrays
     updates: int
     part_updates: tuple[int, ...] = ()
+    distances: tuple[Distance, ...] = ()
     copied: Ref[None] | None = None  # resolves when it is all there; None: it is
 
 
@@ -57,6 +58,7 @@ class JoinAnswer:
     names: tuple[str, ...]  # of its arrays, if there are any
     updates: int
     part_updates: tuple[int, ...]
+    distances: tuple[Distance, ...]
 
 
 class NodeKeeper(Protocol):

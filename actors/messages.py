@@ -305,6 +305,7 @@ class StepReport:
     # (item, its share of the loss here without its sources' loss_weight, weight of its good samples)
     item_losses: tuple[tuple[str, float, float], ...] = ()
     peak_tflops: float = 0.0  # of the worker's device in the run's precision; 0: not known
+    d: float | None = None  # of Prodigy alone (`StepResult.d`)
 
 
 NOT_FINITE = "non-finite loss: "  # before a sample of `StepReport.bad_samples`

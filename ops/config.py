@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,14 +192,39 @@ class PictureNoise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProdigyConfig:
+    """How Prodigy finds d, by which it multiplies the learning rate; with `train.optimizer.kind: prodigy` alone. Names
+    are those of the published implementation."""
+
+    d0: float = 1e-6  # what d begins with; rarely in need of a change
+    d_coef: float = 1.0  # what d is multiplied by; 0.5 to 2 is how the method is tuned
+    growth_rate: float = 0.0  # by at most this factor d grows in a step, such as 1.02, a kind of warm-up; 0: by any
+    use_bias_correction: bool = False  # Adam's; the first steps are smaller by it
+    safeguard_warmup: bool = False  # with lr_warmup_steps: the small rates of the warm-up do not make d too large
+
+    def __post_init__(self) -> None:
+        check_numbers("train.optimizer.prodigy", self, d0=above(0, 1.0), d_coef=above(0, 100), growth_rate=between(0))
+        if 0 < self.growth_rate <= 1:
+            raise ValueError(
+                f"train.optimizer.prodigy.growth_rate is {self.growth_rate:g}, and d would never grow. Set it above 1, "
+                f"such as 1.02, or to 0 for no bound."
+            )
+
+
+USUAL_OF_KIND: Mapping[str, Mapping[str, object]] = {"prodigy": {"learning_rate": 1.0, "betas": (0.9, 0.999)}}
+"""Settings of `train.optimizer` whose defaults depend on its kind: what a file that names neither gets."""
+_NEAR_ONE = (0.1, 10.0)  # learning rates that Prodigy is given
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW or Muon with warm-up and decay, global clipping and an EMA of the weights."""
+    """AdamW, Muon or Prodigy with warm-up and decay, global clipping and an EMA of the weights."""
 
     # muon: linear layers of the blocks are trained by Muon, by updates as large as AdamW's, so that its learning rates
-    # and weight decay carry over; all else by AdamW
-    kind: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 1e-4  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.95)
+    # and weight decay carry over; all else by AdamW. prodigy: Adam that finds its own learning rate
+    kind: Literal["adamw", "muon", "prodigy"] = "adamw"
+    learning_rate: float = 1e-4  # after the warm-up; of prodigy 1 by default, by which it multiplies the rate it finds
+    betas: tuple[float, float] = (0.9, 0.95)  # of prodigy 0.9 and 0.999 by default
     adam_eps: float = 1e-8
     weight_decay: float = 0.01  # decoupled, of all trained weights
     max_grad_norm: float = 1.0  # 0 switches clipping off
@@ -209,6 +235,7 @@ class OptimizerConfig:
     lr_decay_steps: int = 0
     lr_min_ratio: float = 0.0  # the decay ends at learning_rate times this
     ema_decay: float = 0.999  # at most (1 + updates) / (10 + updates), so that it forgets the beginning; 0: no EMA
+    prodigy: ProdigyConfig = ProdigyConfig()
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -222,6 +249,17 @@ class OptimizerConfig:
             lr_decay_steps=between(0),
             lr_min_ratio=between(0, 1),
         )
+        if self.kind == "prodigy" and not _NEAR_ONE[0] <= self.learning_rate <= _NEAR_ONE[1]:
+            raise ValueError(
+                f"train.optimizer.learning_rate is {self.learning_rate:g}; kind prodigy multiplies the rate that it "
+                f"finds by it, so it must be from {_NEAR_ONE[0]:g} to {_NEAR_ONE[1]:g}. Set it to 1, or leave it out, "
+                f"and tune train.optimizer.prodigy.d_coef."
+            )
+        if self.kind != "prodigy" and self.prodigy != ProdigyConfig():
+            raise ValueError(
+                f"train.optimizer.prodigy is of kind prodigy alone, and train.optimizer.kind is {self.kind}. Set kind "
+                f"to prodigy, or leave train.optimizer.prodigy out."
+            )
         if self.lr_decay_steps and self.lr_scheduler == "constant":
             raise ValueError(
                 f"train.optimizer.lr_decay_steps is {self.lr_decay_steps}, and lr_scheduler constant does not decay. "

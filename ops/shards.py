@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ops.config import OptimizerConfig
+
 Bounds = Sequence[tuple[int, int]]  # [lo, hi) of each rank, one after the other
-ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
+ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema", "s", "p0")  # of a state; which it has, `state_names` says
+_ITEM_BYTES = 4  # fp32
+MOST_BYTES = _ITEM_BYTES * len(ARRAYS)  # of any state per weight
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
 EDGE = 512  # elements: ranges of such a part begin at multiples of it (`ALIGN` of ops/kernels/push, without PyTorch)
 _ALIGN = 16  # elements: shards begin on a cache line
@@ -21,12 +25,21 @@ _EVEN_WORKERS = (64, 1024)  # at least, and at most, for which a vector has room
 _PADDED = 1 << 13  # elements of the vector for each worker more: 0.2 % of it
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Distance:
+    """What Prodigy knows of how far the solution lies from where training began (`ops.update.prodigy`)."""
+
+    d: float  # the estimate, by which the learning rate is multiplied
+    d_max: float  # the largest that any update has given
+    numerator: float  # of the estimate, which is a running sum
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardState:
     """Optimizer state of the range [lo, hi) of the flat vector. Made by a sync engine, held by keepers and checkpoints.
 
-    `arrays` has "master", "exp_avg" and "exp_avg_sq", and "ema" when the EMA is on; float32 (float64 for a float64
-    model), each hi - lo long.
+    `arrays` has "master", "exp_avg" and "exp_avg_sq", "ema" when the EMA is on, and of Prodigy "s" and "p0"; float32
+    (float64 for a float64 model), each hi - lo long. Before the first update the last three may be missing.
     """
 
     updates: int  # of the optimizer, applied so far: skipped steps do not count
@@ -36,6 +49,7 @@ class ShardState:
     arrays: dict[str, np.ndarray]
     # of each part of the vector that is updated apart (`ops.update.sync.FlatSync`); (): it is one, with `updates`
     part_updates: tuple[int, ...] = ()
+    distances: tuple[Distance, ...] = ()  # of each part, of Prodigy alone
 
     def __post_init__(self) -> None:
         if not 0 <= self.lo <= self.hi <= self.total:
@@ -47,9 +61,9 @@ class ShardState:
                 )
 
     @property
-    def state(self) -> tuple[int, int, tuple[int, ...]]:
+    def state(self) -> tuple[int, int, tuple[int, ...], tuple[Distance, ...]]:
         """What all shards of one state have in common."""
-        return self.updates, self.total, self.part_updates
+        return self.updates, self.total, self.part_updates, self.distances
 
     @property
     def num_bytes(self) -> int:
@@ -60,9 +74,21 @@ class ShardState:
         return replace(self, arrays={name: np.array(array) for name, array in self.arrays.items()})
 
 
-def bytes_per_weight(ema: bool) -> int:
-    """Bytes of optimizer state per trained weight: fp32 master, two moments and, where there is one, the average."""
-    return 4 * (4 if ema else 3)
+def state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """Arrays of the optimizer state, in the order of `ARRAYS`."""
+    left_out = set() if config.ema_decay > 0 else {"ema"}
+    left_out |= set() if config.kind == "prodigy" else {"s", "p0"}
+    return tuple(name for name in ARRAYS if name not in left_out)
+
+
+def bytes_per_weight(config: OptimizerConfig) -> int:
+    """Bytes of optimizer state per trained weight: fp32 master, two moments, where there is one the average, and what
+    Prodigy has besides.
+
+    >>> bytes_per_weight(OptimizerConfig()), bytes_per_weight(OptimizerConfig(ema_decay=0.0))
+    (16, 12)
+    """
+    return _ITEM_BYTES * len(state_names(config))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +167,7 @@ def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
     first = shards[0]
     states = {shard.state for shard in shards}
     if len(states) > 1:
-        raise ValueError(f"shards of different states: (updates, total, updates of parts) {sorted(states)}.")
+        raise ValueError(f"shards of different states: (updates, total, those of parts, distances) {sorted(states)}.")
     gaps = missing([(shard.lo, shard.hi) for shard in shards], lo, hi)
     if gaps:
         raise ValueError(f"state of [{lo}, {hi}) is incomplete: {gaps} is in none of the {len(shards)} shards.")

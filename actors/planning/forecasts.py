@@ -39,7 +39,7 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
         trained=trained,
         parameter_bytes=parameter_bytes,
         spared_bytes=spared_bytes(skeleton, parameter_bytes),
-        state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
+        state_bytes=bytes_per_weight(train.optimizer),
         deepspeed=train.sync == "deepspeed",
         cuda=cuda,
         places=train.places(trained, "cuda" if cuda else "cpu")[0],

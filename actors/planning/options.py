@@ -124,7 +124,8 @@ def update_kind(train: TrainConfig, weights: int, device: str) -> str:
     places = train.places(weights, "cpu" if device in ("", "cpu") else "cuda")
     ema = "EMA" if train.optimizer.ema_decay > 0 else "no EMA"
     ways = (f"{p.gradients}/{p.state}{'/fetched' if p.parameters == 'node' else ''}" for p in places)
-    return f"{train.sync} {train.parameter_dtype}, {ema}, {', '.join(ways)}"
+    kind = "prodigy, " if train.optimizer.kind == "prodigy" else ""  # it passes over the state twice
+    return f"{train.sync} {train.parameter_dtype}, {kind}{ema}, {', '.join(ways)}"
 
 
 def tell_updates(

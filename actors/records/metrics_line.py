@@ -17,7 +17,7 @@ RENAMED = {"planned_s": "predicted_s", "plan_s": "planning_s"}
 _LATER = (
     *("room_gib", "tokens", "tokens_per_s_with_text", "fbl_s", "mfu", "hfu", "tflops", "cv_tflops", "wait_sync_s"),
     *("exposed_s", "corr_tokens", "corr_load", "load_exponent", "tflops_by_worker", "wait_sync_by_worker"),
-    *("mfu_by_worker", "hfu_by_worker", "exposed_by_worker", "loss_by_expert", "epoch"),
+    *("mfu_by_worker", "hfu_by_worker", "exposed_by_worker", "loss_by_expert", "epoch", "d"),
 )
 
 
@@ -79,6 +79,7 @@ class StepMetrics:
     # of a run that trains two transformers, one for high noise and one for low: "high" -> mean loss of the samples that
     # this one was trained on; in a step without such samples it is not here
     loss_by_expert: Mapping[str, float] = field(default_factory=dict)
+    d: float | None = None  # what Prodigy has found, by which the next step multiplies the learning rate
     epoch: float | None = None  # how often a sample has been drawn on average, this step included
 
     def line(self) -> dict[str, object]:

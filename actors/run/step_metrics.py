@@ -239,6 +239,7 @@ def step_metrics(
         loss=first.loss,
         grad_norm=first.grad_norm,
         lr=first.lr,
+        d=first.d,
         workers=len(reports),
         generation=facts.generation,
         step_s=round(facts.step_s, 6),

@@ -21,14 +21,14 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from ops.models.config import ModelConfig
-from ops.shards import ShardState, Slot, bytes_per_weight, cut, missing
+from ops.shards import Distance, ShardState, Slot, cut, missing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +95,8 @@ def write_shard(folder: Path, shard: ShardState) -> File:
     said = {name: str(value) for name, value in numbers.items()}
     if shard.part_updates:
         said["part_updates"] = ",".join(map(str, shard.part_updates))
+    if shard.distances:
+        said["distances"] = json.dumps([asdict(one) for one in shard.distances])  # every digit of a float
     header: dict[str, object] = {"__metadata__": said}
     at = 0
     for name, array in shard.arrays.items():
@@ -284,9 +286,9 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, until: int | None = N
     return [folder for folder in old if _try_to_remove(folder)]
 
 
-def forecast_bytes(total: int, *, ema: bool, num_shards: int = 1, num_parameters: int = 0) -> int:
-    """Size of one checkpoint of `total` trained elements: fp32 master, two moments and the EMA, plus headers."""
-    return total * bytes_per_weight(ema) + num_shards * _HEADER_BYTES // 2 + num_parameters * 80 + 1024
+def forecast_bytes(total: int, *, weight_bytes: int, num_shards: int = 1, num_parameters: int = 0) -> int:
+    """Size of one checkpoint of `total` trained elements, whose state takes `weight_bytes` of each, plus headers."""
+    return total * weight_bytes + num_shards * _HEADER_BYTES // 2 + num_parameters * 80 + 1024
 
 
 def check_free_space(root: Path, needed: int) -> None:
@@ -351,8 +353,9 @@ def _open_shard(path: Path) -> ShardState:
             total=int(numbers["total"]),
             arrays=arrays,
             part_updates=tuple(int(count) for count in numbers.get("part_updates", "").split(",") if count),
+            distances=tuple(Distance(**one) for one in json.loads(numbers.get("distances", "[]"))),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as a shard ({error}); use another checkpoint.") from error
 
 

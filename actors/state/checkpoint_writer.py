@@ -24,7 +24,7 @@ from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_files import Meta
 from actors.state.keeper import VersionLost
-from ops.shards import bytes_per_weight, missing
+from ops.shards import MOST_BYTES, missing
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Writer:
 def _bytes_of(meta: Meta) -> int:
     """What a state with these parameters takes, at most."""
     total: int = sum(math.prod(parameter["shape"]) for parameter in meta["parameters"])
-    return total * bytes_per_weight(ema=True)
+    return total * MOST_BYTES
 
 
 class StateLost(RuntimeError):
@@ -303,8 +303,10 @@ def _check(target: Path, meta: Meta, held: Sequence[HeldShard]) -> None:
     total = max((shard.total for shard in held), default=1)
     if gaps := missing([(shard.lo, shard.hi) for shard in held], 0, total):
         raise StateLost(f"no keeper holds {gaps} of step {meta['step']} any more")
-    ema = any(shard.num_bytes > (shard.hi - shard.lo) * bytes_per_weight(ema=False) for shard in held)
-    needed = checkpoint.forecast_bytes(total, ema=ema, num_shards=len(held), num_parameters=len(meta["parameters"]))
+    weight_bytes = max((shard.num_bytes // (shard.hi - shard.lo) for shard in held if shard.lo < shard.hi), default=0)
+    needed = checkpoint.forecast_bytes(
+        total, weight_bytes=weight_bytes, num_shards=len(held), num_parameters=len(meta["parameters"])
+    )
     checkpoint.check_free_space(target, needed)
 
 

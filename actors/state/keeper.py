@@ -41,7 +41,7 @@ from actors.state.versions import Version, VersionBook
 from actors.step import Position
 from ops.memory.lending import Lender, borrow
 from ops.memory.node_room import node_room
-from ops.shards import ShardState, bytes_per_weight
+from ops.shards import ShardState
 from ops.update.state_memory import BANKS, TURNS, StateMemory
 
 log = logging.getLogger(__name__)
@@ -181,6 +181,7 @@ class Keeper:
                 names=base.names,
                 updates=base.updates,
                 part_updates=base.part_updates,
+                distances=base.distances,
             )
 
     # -- versions ------------------------------------------------------------------------------------------------------
@@ -295,6 +296,7 @@ class Keeper:
                 total=self._memory.total,
                 arrays=self._memory.arrays(version.bank, lo, hi, version.names),
                 part_updates=version.part_updates,
+                distances=version.distances,
             )
 
     def write(self, folder: str, step: int, generation: int, ranges: Sequence[tuple[int, int]]) -> list[WrittenShard]:
@@ -456,9 +458,10 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
     return chosen
 
 
-def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> int:
-    """Memory per keeper, spread evenly: two versions of what its node's workers own, and of what it copies."""
-    return TURNS * total * bytes_per_weight(ema) * (1 + min(copies, num_keepers - 1)) // num_keepers
+def forecast_bytes(total: int, *, weight_bytes: int, copies: int, num_keepers: int) -> int:
+    """Memory per keeper, spread evenly: two versions of what its node's workers own, and of what it copies. A state
+    takes `weight_bytes` of each of `total` elements."""
+    return TURNS * total * weight_bytes * (1 + min(copies, num_keepers - 1)) // num_keepers
 
 
 # Ray ----------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from actors.held_state import READS, NodeKeeper
 from actors.ray_calls import get, wait
 from actors.refs import Ref
-from ops.shards import ShardState, missing
+from ops.shards import Distance, ShardState, missing
 
 PIECE = 1 << 22  # elements: 64 MiB of a state with an EMA
 AHEAD = 3  # pieces that are on their way at a time
@@ -33,10 +33,16 @@ class Counts:
     names: tuple[str, ...]  # of its arrays
     updates: int
     part_updates: tuple[int, ...] = ()
+    distances: tuple[Distance, ...] = ()
 
     @classmethod
     def of(cls, shard: ShardState) -> Counts:
-        return cls(names=tuple(shard.arrays), updates=shard.updates, part_updates=shard.part_updates)
+        return cls(
+            names=tuple(shard.arrays),
+            updates=shard.updates,
+            part_updates=shard.part_updates,
+            distances=shard.distances,
+        )
 
 
 def pull(

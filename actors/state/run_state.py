@@ -56,6 +56,7 @@ from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
 from ops.counted import counted
 from ops.models.config import ModelConfig
+from ops.shards import bytes_per_weight
 
 log = logging.getLogger(__name__)
 
@@ -415,16 +416,16 @@ class RunState:
     def _least_bytes(self) -> int:
         """Memory that a node without workers must offer to get a keeper: it may come to copy all of the state."""
         copies = self._config.snapshot.copies
-        return keeper.forecast_bytes(self._total, ema=self._ema, copies=0, num_keepers=1) * copies
+        return keeper.forecast_bytes(self._total, weight_bytes=self._weight_bytes, copies=0, num_keepers=1) * copies
 
     def _bytes_kept(self, keepers: int) -> int:
         """Bytes of the state that each of `keepers` keepers holds."""
         copies = self._config.snapshot.copies if self._config.snapshot.enabled else 0
-        return keeper.forecast_bytes(self._total, ema=self._ema, copies=copies, num_keepers=keepers)
+        return keeper.forecast_bytes(self._total, weight_bytes=self._weight_bytes, copies=copies, num_keepers=keepers)
 
     @property
-    def _ema(self) -> bool:
-        return self._config.train.optimizer.ema_decay > 0
+    def _weight_bytes(self) -> int:
+        return bytes_per_weight(self._config.train.optimizer)
 
     def _tell_forecast(self) -> None:
         """Say, once, what snapshots take of the nodes' memory, and where there is too little of it."""

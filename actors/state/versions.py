@@ -20,7 +20,7 @@ from typing import Any
 
 from actors.held_state import Snapshot
 from actors.step import Position
-from ops.shards import missing
+from ops.shards import Distance, missing
 from ops.update.state_memory import BANKS, TURNS, BankOrder
 
 ShardRange = tuple[int, int]
@@ -36,6 +36,7 @@ class Version:
     ranges: set[ShardRange] = field(default_factory=set)
     updates: int = 0
     part_updates: tuple[int, ...] = ()
+    distances: tuple[Distance, ...] = ()
     names: tuple[str, ...] = ()
 
     def is_of(self, step: int, generation: int) -> bool:
@@ -94,6 +95,7 @@ class VersionBook:
         version.ranges.add((shard.lo, shard.hi))
         self.expected.add((shard.lo, shard.hi))
         version.updates, version.part_updates, version.names = shard.updates, shard.part_updates, shard.names
+        version.distances = shard.distances
         return True
 
     def takes(self, generation: int, step: int) -> bool:
@@ -195,6 +197,7 @@ class VersionBook:
                 ranges={(lo, hi) for lo, hi in one["ranges"]},
                 updates=one["updates"],
                 part_updates=tuple(one["part_updates"]),
+                distances=tuple(Distance(**known_of) for known_of in one["distances"]),
                 names=tuple(one["names"]),
             )
             for one in known["versions"]

@@ -70,7 +70,12 @@ class HomeMemory:
         wanted = tuple(dict.fromkeys((*joined.names, *names)))
         for bank in {banks.current, memory.order.next}:
             memory.take(bank, lo, hi, wanted)
-        counts = Counts(names=joined.names, updates=joined.updates, part_updates=joined.part_updates)
+        counts = Counts(
+            names=joined.names,
+            updates=joined.updates,
+            part_updates=joined.part_updates,
+            distances=joined.distances,
+        )
         into = memory.arrays(banks.current, lo, hi)
         for a, b in missing(joined.ranges, lo, hi):
             gap = {name: array[a - lo : b - lo] for name, array in into.items()}
@@ -82,6 +87,7 @@ class HomeMemory:
             total=memory.total,
             arrays={name: into[name] for name in counts.names},
             part_updates=counts.part_updates,
+            distances=counts.distances,
         )
         return Entry(banks=banks, shard=shard, made_in=joined.made_in)
 

@@ -31,9 +31,9 @@ from ops.models.folders import component, encoder_folders, resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values, num_trained
 from ops.models.weights import frozen_digests, num_weights
 from ops.packed.compiled_blocks import check_compiler
-from ops.shards import ShardState, cut
+from ops.shards import ShardState, cut, state_names
 from ops.update.engine import Sync
-from ops.update.flat_vector import initial_shard, state_names, trainable
+from ops.update.flat_vector import initial_shard, trainable
 from ops.update.sync_places import SyncPlaces
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class FirstWeights:
                 return replace(found, arrays={name: found.arrays[name] for name in wanted if name in found.arrays})
             master = found.arrays["master"]
             moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            return replace(found, updates=0, part_updates=(), arrays={"master": master, **moments})
+            return replace(found, updates=0, part_updates=(), distances=(), arrays={"master": master, **moments})
 
         return shard
 

@@ -538,6 +538,7 @@ class Worker:
             names=tuple(shard.arrays),
             updates=shard.updates,
             part_updates=shard.part_updates,
+            distances=shard.distances,
             copied=copied,
         )
 
@@ -551,6 +552,7 @@ class Worker:
             weight=r.weight,
             grad_norm=r.grad_norm,
             lr=r.lr,
+            d=r.d,
             applied=r.applied,
             spans=done.spans,
             peak_memory_gib=peak,

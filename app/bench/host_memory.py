@@ -95,7 +95,7 @@ def table(found: Sequence[HostFigures]) -> str:
 
 def _asked(config: RunConfig, layout: Sequence[int]) -> float:
     """GiB, of all nodes."""
-    weight = bytes_per_weight(config.train.optimizer.ema_decay > 0)
+    weight = bytes_per_weight(config.train.optimizer)
     state_gib = num_trained(config.model.dit) * weight / _GIB
     needs: list[HostNeed] = [
         host_need(

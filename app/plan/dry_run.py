@@ -150,7 +150,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         f"model     {dit.architecture}, {layers} layers, {counted(dit.num_heads, 'head')}, width {dit.dim}: "
         f"{whole / 1e6:,.1f} M weights{'' if count == whole else f', {count / 1e6:,.1f} M trained'}"
     )
-    size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
+    size, free = count * bytes_per_weight(config.train.optimizer), free_bytes(run_dir(config))
     kept = config.checkpoint.num_kept(config.train.steps)
     print(f"gradients {_gradients(config, count, device)}")
     print(f"encoders  {_encoders(model, device)}{_unneeded(config)}")

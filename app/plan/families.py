@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.settings.files import read
+from ops.config import OptimizerConfig
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
@@ -41,7 +42,7 @@ class PresetSize:
 
     def cells(self) -> tuple[str, ...]:
         """One line of the table, in the order of `HEAD`."""
-        state = self.trained * bytes_per_weight(ema=True)
+        state = self.trained * bytes_per_weight(OptimizerConfig())
         return (
             self.name,
             self.dit.architecture,

@@ -40,6 +40,7 @@ TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
+    "d": "train/d",
     "epoch": "train/epoch",
     "step_s": "perf/step_time_s",
     "data_wait_s": "perf/data_wait_s",

@@ -101,6 +101,8 @@ def figures(line: StepMetrics) -> str:
         parts.append(f"epoch {line.epoch:.2f}")
     if math.isfinite(line.grad_norm):
         parts.append(f"grad norm {line.grad_norm:.3g}")
+    if line.d is not None:
+        parts.append(f"d {line.d:.3g}")
     if math.isfinite(line.step_s):
         parts.append(f"{line.step_s:.2f} s/step")
     if math.isfinite(line.tokens_per_s):

@@ -53,7 +53,7 @@ def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_
 
 
 def update_html(steps: StepTotals) -> str:
-    """Gradient norm and learning rate of each step; nothing of records without them."""
+    """Gradient norm, learning rate and Prodigy's d of each step; nothing of records without them."""
     parts = []
     norm = _series("grad_norm", steps.curves["grad_norm"], hover=True, ranges=True)
     if chart := line_chart([norm], marks=_generation_marks(steps), height=140, zero=True):
@@ -62,6 +62,9 @@ def update_html(steps: StepTotals) -> str:
     rate = _series("lr", steps.curves["lr"], css="c2", hover=True)
     if chart := line_chart([rate], height=120, zero=True):
         parts.append(f"<h3>Learning rate</h3>{chart}")
+    found = _series("d", steps.curves["d"], css="c3", hover=True)
+    if chart := line_chart([found], height=120, zero=True):
+        parts.append(f"<h3>d, which Prodigy has found</h3>{chart}")
     return "".join(parts)
 
 

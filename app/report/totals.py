@@ -67,7 +67,7 @@ class StepTotals:
     """All that a report says of metrics.jsonl. `count` lines are expected."""
 
     CURVES = (
-        *("loss", "grad_norm", "lr", "step_s", "predicted_s", "data_wait_s", "idle_ratio", "wir"),
+        *("loss", "grad_norm", "lr", "d", "step_s", "predicted_s", "data_wait_s", "idle_ratio", "wir"),
         *("cv_step", "cv_compute", "cv_tflops", "mfu", "hfu", "wait_sync_s", "exposed_s"),
     )
     MEDIANS = (*CURVES[1:], "tokens_per_s", "tokens_per_s_with_text", "tflops", "fbl_s")

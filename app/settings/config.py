@@ -20,6 +20,7 @@ import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
 from app.settings.attention_table import with_attention_table
+from app.settings.by_kind import with_usual_of_kind
 from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES, WORDS
 from app.settings.files import override, read
 from app.settings.prompt_line import with_pictures
@@ -87,7 +88,7 @@ class RunConfig:
 
     @classmethod
     def _of(cls, node: Node) -> RunConfig:
-        config = build(cls, node, names())
+        config = build(cls, with_usual_of_kind(node), names())
         check(config)
         return config
 

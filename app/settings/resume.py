@@ -36,6 +36,7 @@ FUNCTION = _names("""
     data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow train.picture_noise train.optimizer.kind
+    train.optimizer.prodigy.d0
 """)  # another value would train something else
 WEIGHTS = _names("""
     model.dit.path model.dit.lora_from model.vae.path model.text.path train.init_from
@@ -55,6 +56,7 @@ SCHEDULE = _names("""
     train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
     train.optimizer.lr_decay_steps train.optimizer.lr_min_ratio train.optimizer.ema_decay
+    train.optimizer.prodigy
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
 FREE = ["run", "model.hub", "sample", "validation", "track", "train.init_moments"]

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
+from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds, state_names
 from ops.update.engine import PhaseListener, StepResult, check_weight
-from ops.update.flat_vector import slots, state_names, trainable
+from ops.update.flat_vector import slots, trainable
 from ops.update.optimizer import ema_decay_at, lr_at
 from ops.update.own_state import ShardBanks, copied
 from ops.update.shard_export import CopyAtOnce, ShardExport

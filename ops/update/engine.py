@@ -23,7 +23,7 @@ class StepIncomplete(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """What a step did, equal on all workers but for `export` and `held_up_s`. `grad_norm` is the global norm before
-    clipping."""
+    clipping. Of Prodigy `lr` is what its update used, d included, and `d` that after it; of two parts the larger."""
 
     grad_norm: float
     lr: float
@@ -33,6 +33,7 @@ class StepResult:
     loss: float  # over all workers, per planned weight
     export: ShardExport | None = None  # this worker's state after the step, where it was asked for
     held_up_s: float = 0.0  # that its update took longer as others count on the state before it: waits, and copies
+    d: float | None = None  # of Prodigy alone
 
 
 class Sync(Protocol):

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ops.config import OptimizerConfig
-from ops.shards import ARRAYS, ShardState, Slot
+from ops.shards import ShardState, Slot
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -36,11 +35,6 @@ def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
         found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
         at += parameter.numel()
     return tuple(found)
-
-
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Arrays of the optimizer state."""
-    return ARRAYS if config.ema_decay > 0 else ARRAYS[:-1]
 
 
 def part_ranges(layout: Sequence[Slot], parts: Sequence[str]) -> list[tuple[int, int]]:

@@ -1,5 +1,5 @@
-"""Learning-rate schedule, AdamW, what Muon adds to weights, and EMA, on ranges of the flat vector: no communication,
-which is ops.update.sync."""
+"""Learning-rate schedule, AdamW, what Muon and Prodigy add to weights, and EMA, on ranges of the flat vector: no
+communication, which is ops.update.sync."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ops.config import OptimizerConfig
+from ops.update.prodigy import ProdigyStep, step_
 
 
 def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -112,13 +113,15 @@ def adamw_(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedRange:
     """Elements [lo, hi) of the flat vector that change together in an update, the `updates`-th of them, by `factor`
-    times their gradient. Of a matrix that Muon trains `rate` is what the learning rate is multiplied by; 0: AdamW."""
+    times their gradient. Of a matrix that Muon trains `rate` is what the learning rate is multiplied by; 0: AdamW, or
+    Prodigy with its `step`."""
 
     lo: int
     hi: int
     factor: float
     updates: int
     rate: float = 0.0
+    step: ProdigyStep | None = None
 
     def of(self, first: int, values: Tensor) -> Tensor:
         """What of it lies in `values`, which begin at element `first` of the flat vector."""
@@ -134,11 +137,15 @@ def update_range(
     gradient: Tensor,
 ) -> None:
     """Update in place what of `trained` lies in these arrays, which begin at element `first` of the flat vector: AdamW,
-    or Muon of a gradient that has become orthogonal, and EMA where there is one."""
+    Muon of a gradient that has become orthogonal, or Prodigy by moments that have it already, and EMA where there is
+    one."""
     master = trained.of(first, state["master"])
     if not len(master):
         return
-    if trained.rate:
+    if trained.step is not None:
+        first_moment, second_moment = (trained.of(first, state[name]) for name in ("exp_avg", "exp_avg_sq"))
+        step_(config, trained.step, master=master, exp_avg=first_moment, exp_avg_sq=second_moment)
+    elif trained.rate:
         master.mul_(1.0 - lr * config.weight_decay)
         master.add_(trained.of(first, gradient), alpha=-lr * trained.rate)
     else:

@@ -17,7 +17,7 @@ whoever dies, and nothing is copied for a snapshot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class OwnState:
     """Not thread-safe; `copy_arrays` may copy beside it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, names: Sequence[str]) -> None:
-        """`names` of its arrays; "ema" begins with the weights where there is none yet."""
+        """`names` of its arrays; those that a state lacks at first are made (`take`)."""
         self.device, self.dtype, self.names = device, dtype, tuple(names)
         self.copy_arrays: CopyArrays | None = copies_of(device)
         self.arrays: dict[str, Tensor] = {}  # of the newest version, of the own range
@@ -127,8 +127,7 @@ class OwnState:
     def begin(self, master: Tensor) -> None:
         """Begin with these weights, before any update; the tensor becomes part of the state."""
         self.arrays = {"master": master, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-        if "ema" in self.names:
-            self.arrays["ema"] = master.clone()
+        self._complete(())
 
     def take(self, shard: ShardState) -> None:
         """Go on from this shard, which with banks is what lies in the current one."""
@@ -142,8 +141,16 @@ class OwnState:
                 for name, array in shard.arrays.items()
                 if name in self.names
             }
-        if "ema" in self.names and "ema" not in shard.arrays:  # it was switched on later
-            self.arrays.setdefault("ema", torch.empty_like(self.arrays["master"])).copy_(self.arrays["master"])
+        self._complete(shard.arrays)
+
+    def _complete(self, there: Collection[str]) -> None:
+        """Arrays that are not `there` before the first update, or until they are switched on, begin with the weights,
+        as the average and Prodigy's start do, or as Prodigy's sum with 0."""
+        master = self.arrays["master"]
+        for name in self.names:
+            if name in ("ema", "s", "p0") and name not in there:
+                array = self.arrays.setdefault(name, torch.empty_like(master))
+                array.zero_() if name == "s" else array.copy_(master)
 
     def leave(self) -> None:
         """The generation has ended: nothing is written into banks any more. Any number of times."""

@@ -1,7 +1,7 @@
 """Versions of the training state in memory of a node, which its keeper makes and its workers map. NumPy only, no torch.
 
 The file has addresses for the whole flat vector three times over, and pages for what lies on this node alone: a *bank*
-has the four arrays of a state, and element i of an array is at the same place in it on every node. So ranges of workers
+has the arrays of a state, and element i of an array is at the same place in it on every node. So ranges of workers
 may change, and a range that was a copy for another node may become a worker's own, without a byte being moved.
 
 A version of the state is written into a bank that holds nothing still needed, in place of being copied afterwards: the

@@ -19,6 +19,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,9 @@ from ops.cores import computing_with, host_threads
 from ops.counted import counted
 from ops.memory.cuda_memory import CudaHostCopy
 from ops.packed.uploads import upload, upload_numbers
-from ops.shards import Bounds, ShardState, Slot, cut, padding, shard_bounds
+from ops.shards import Bounds, Distance, ShardState, Slot, cut, padding, shard_bounds, state_names
 from ops.update.engine import PhaseListener, StepResult, check_weight
-from ops.update.flat_vector import check_alike, part_ranges, slots, state_names, trainable
+from ops.update.flat_vector import check_alike, part_ranges, slots, trainable
 from ops.update.gradients import Gradients
 from ops.update.host_sum import HostCopy
 from ops.update.muon import MatrixUpdates, add_to_momentum, matrices_of, rates_in
@@ -39,6 +40,7 @@ from ops.update.node_sum import fellows_of
 from ops.update.optimizer import TrainedRange, gradient_scale, lr_at, update_range
 from ops.update.own_state import OwnState, ShardBanks
 from ops.update.parameters import Parameters
+from ops.update.prodigy import TAKEN_IN, ProdigyStep, first_distance, next_distance, take_in, update_rate
 from ops.update.shard_export import ShardExport
 from ops.update.sync_places import SyncPlaces
 from ops.update_room import BUCKET
@@ -93,6 +95,7 @@ class FlatSync:
         self.updates = 0  # steps applied so far
         self._parts = part_ranges(self.layout, parts)
         self._part_updates = [0] * len(self._parts)  # steps applied to each part
+        self._distances = self._first_distances()
         self.lo = self.hi = 0
         self._parameters = [p for _, p in named]
         self._group = Group.solo()
@@ -190,6 +193,7 @@ class FlatSync:
         check_weight(step, total_weight, bad, planned_weight)
         scale = gradient_scale(squares, weights, planned_weight, self.config.max_grad_norm)
         lr, applied = lr_at(self.config, step, self.total_steps), math.isfinite(scale.norm)
+        used = lr * max((one.d for one in self._distances), default=1.0)
         self.state.held_up_s = 0.0
         if applied:
             self.state.open(self._check_commits)
@@ -205,13 +209,14 @@ class FlatSync:
             phase("snapshot")
         return StepResult(
             grad_norm=scale.norm,
-            lr=lr,
+            lr=used,
             applied=applied,
             weight=total_weight,
             bad_weight=bad,
             loss=loss * (planned_weight / total_weight) if total_weight > 0 else math.nan,
             held_up_s=held_up_s,
             export=self.begin_export(step) if export else None,
+            d=max((one.d for one in self._distances), default=None),
         )
 
     def begin_export(self, step: int) -> ShardExport:
@@ -289,9 +294,14 @@ class FlatSync:
 
         return received
 
+    def _first_distances(self) -> list[Distance]:
+        """What is known of each part before its first update; none but of Prodigy."""
+        return [first_distance(self.config) for _ in self._parts] if self.config.kind == "prodigy" else []
+
     def _fresh_state(self) -> None:
         self.updates = 0
         self._part_updates = [0] * len(self._parts)
+        self._distances = self._first_distances()
         own = self.parameters.own
         self.state.begin(own if self._is_master else own.to(self._state_device, self._state_dtype, copy=True))
 
@@ -308,6 +318,10 @@ class FlatSync:
             )
         self.updates = shard.updates
         self._part_updates = list(counts) if shard.updates else [0] * len(self._parts)
+        self._distances = self._first_distances()
+        if shard.updates and self._distances:
+            assert len(shard.distances) == len(self._parts), "settings keep a state to the optimizer that has made it"
+            self._distances = list(shard.distances)
         self.state.take(shard)
         self.parameters.own.copy_(self.state.arrays["master"])
         if self._is_master:
@@ -322,6 +336,7 @@ class FlatSync:
             total=self.total,
             arrays={name: array.numpy() for name, array in arrays.items()},
             part_updates=tuple(self._part_updates) if len(self._parts) > 1 else (),
+            distances=tuple(self._distances) if self.updates else (),
         )
 
     def _check_commits(self) -> None:
@@ -371,12 +386,16 @@ class FlatSync:
             for start in range(0, longest, bucket)
         ]
         own = [pieces[self._group.rank] for pieces in buckets]
-        bring = self.state.bring
+        bring, steps = self.state.bring, list[ProdigyStep | None]()
         if self._matrices is not None:
             self._turn_into_updates(self._matrices, own, factors)
             bring = self.state.brought
-        for pieces, (lo, hi), gradient in zip(buckets, own, self._gradients_of(own), strict=True):
-            trained = self._trained_in(lo, hi, factors)
+        elif self._distances:
+            steps = self._take_in(lr, own, factors)
+            bring = self.state.brought
+        gradients = repeat(torch.empty(0), len(own)) if steps else self._gradients_of(own)
+        for pieces, (lo, hi), gradient in zip(buckets, own, gradients, strict=True):
+            trained = self._trained_in(lo, hi, factors, steps)
             fresh = self._fresh(lo, hi)
             for first, last in self._pieces(lo, hi):
                 state = bring(slice(first - self.lo, last - self.lo))
@@ -408,17 +427,55 @@ class FlatSync:
         changed = [ends for ends, factor in zip(self._parts, factors, strict=True) if factor is not None]
         matrices.run(self.gradients.part, changed)
 
+    def _take_in(
+        self, lr: float, own: Sequence[tuple[int, int]], factors: Sequence[float | None]
+    ) -> list[ProdigyStep | None]:
+        """Prodigy's moments and sums take these ranges of the gradient in, and all agree on d: how the weights of each
+        part change then. All of the state is brought, with the newest moments. Collective."""
+        rates = [
+            update_rate(self.config, distance, lr, max(updates, 1))
+            for distance, updates in zip(self._distances, self._part_updates, strict=True)
+        ]
+        sums = torch.zeros(len(factors), 2, dtype=torch.float64, device=self._state_device)
+        for (lo, hi), gradient in zip(own, self._gradients_of(own), strict=True):
+            for first, last in self._pieces(lo, hi):
+                state = self.state.bring(slice(first - self.lo, last - self.lo))
+                for number, ((begin, end), factor) in enumerate(zip(self._parts, factors, strict=True)):
+                    inside = slice(max(0, begin - first), max(0, min(last, end) - first))
+                    if factor is not None and begin < last and first < end:
+                        sums[number] += take_in(
+                            self.config,
+                            grad=gradient[first - lo : last - lo][inside],
+                            distance=self._distances[number],
+                            rate=rates[number],
+                            factor=factor,
+                            **{name: state[name][inside] for name in TAKEN_IN},
+                        )
+        flat = sums.flatten()
+        summed = self._sum_scalars([*(flat if flat.device == self._device else upload([flat], self._device)[0])])
+        steps: list[ProdigyStep | None] = []
+        for number, (factor, rate) in enumerate(zip(factors, rates, strict=True)):
+            along, length = summed[2 * number : 2 * number + 2]
+            if factor is not None:
+                self._distances[number] = next_distance(self.config, self._distances[number], rate, along, length)
+            step = ProdigyStep(rate=rate if length > 0 else 0.0, d=self._distances[number].d)
+            steps.append(None if factor is None else step)
+        return steps
+
     def _pieces(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """[lo, hi) in pieces that are updated together."""
         for first in range(lo, hi, self._piece):
             yield first, min(hi, first + self._piece)
 
-    def _trained_in(self, lo: int, hi: int, factors: Sequence[float | None]) -> list[TrainedRange]:
-        """What of [lo, hi) changes."""
+    def _trained_in(
+        self, lo: int, hi: int, factors: Sequence[float | None], steps: Sequence[ProdigyStep | None] = ()
+    ) -> list[TrainedRange]:
+        """What of [lo, hi) changes; `steps` of the parts with Prodigy."""
         matrices = self._matrices.matrices if self._matrices is not None else ()
+        given = zip(self._parts, factors, self._part_updates, steps or [None] * len(factors), strict=True)
         return [
-            TrainedRange(lo=begin, hi=end, factor=factor, updates=updates, rate=rate)
-            for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
+            TrainedRange(lo=begin, hi=end, factor=factor, updates=updates, rate=rate, step=step)
+            for (first, last), factor, updates, step in given
             if factor is not None
             for begin, end, rate in rates_in(matrices, max(lo, first), min(hi, last))
         ]

@@ -360,6 +360,7 @@ def test_the_run_file_of_the_comparison_loads(tmp_path: Path) -> None:
     ("train", "said"),
     [
         ("{optimizer: {kind: muon}}", r"AdamW alone\. Set train\.optimizer\.kind to adamw"),
+        ("{optimizer: {kind: prodigy, learning_rate: 1.0}}", r"AdamW alone\. Set train\.optimizer\.kind to adamw"),
         ("{loss_weight: token}", r"all samples alike\. Set train\.loss_weight to sample"),
     ],
 )

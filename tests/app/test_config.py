@@ -21,6 +21,7 @@ from app.settings.notes import notes
 from app.settings.run_folder import prepare_run_dir, run_dir
 from app.settings.written_by import header
 from data.config import SourceConfig
+from ops.config import OptimizerConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
@@ -382,11 +383,24 @@ def test_what_is_said_of_names_and_values_without_a_setting_names_settings_that_
         assert sentence.endswith(".")
 
 
-@pytest.mark.parametrize("kind", ["prodigy", "AdamW8bit", "lion", "Adafactor", "came", "schedule_free"])
+@pytest.mark.parametrize("kind", ["dadaptation", "AdamW8bit", "lion", "Adafactor", "came", "schedule_free"])
 def test_an_optimizer_that_is_not_there_is_answered_with_what_is_in_its_place(kind: str) -> None:
-    rule = r"expected one of adamw, muon[.;].* in host memory where a GPU has no room for it \(train\.memory\.state\)"
+    known = r"expected one of adamw, muon, prodigy[.;]"
+    rule = rf"{known}.* in host memory where a GPU has no room for it \(train\.memory\.state\)"
     with pytest.raises(ConfigError, match=rule):
         RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"train.optimizer.kind={kind}"])
+
+
+def test_defaults_of_the_optimizer_depend_on_its_kind_and_give_way_to_what_a_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("run: {name: a}\ndata: {sources: [{path: clips}]}\ntrain: {optimizer: {kind: prodigy}}\n")
+    found = RunConfig.load(path)
+    assert (found.train.optimizer.learning_rate, found.train.optimizer.betas) == (1.0, (0.9, 0.999))
+    assert RunConfig.from_yaml(found.to_yaml()) == found, "a run keeps them"
+    given = RunConfig.load(path, ["train.optimizer.learning_rate=0.5", "train.optimizer.betas=[0.8, 0.9]"])
+    assert (given.train.optimizer.learning_rate, given.train.optimizer.betas) == (0.5, (0.8, 0.9))
+    usual = RunConfig.load(path, ["train.optimizer.kind=muon"]).train.optimizer
+    assert (usual.learning_rate, usual.betas) == (OptimizerConfig().learning_rate, OptimizerConfig().betas)
 
 
 def test_a_run_directory_is_made_once(tmp_path: Path) -> None:

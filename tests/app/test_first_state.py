@@ -18,7 +18,7 @@ from app.settings.run_folder import save_config
 from ops.config import OptimizerConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit
-from ops.shards import ARRAYS, ShardState, cut
+from ops.shards import Distance, ShardState, cut, state_names
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run
 
@@ -34,10 +34,14 @@ def write_checkpoint(run: Path, config: RunConfig, step: int = 3, *, ema: bool =
     parameters = checkpoint.trained_parameters(resolve(config.model)[0])
     total = sum(int(np.prod(one["shape"])) for one in parameters)
     made = np.random.default_rng(step)
-    arrays = {name: made.random(total, np.float32) for name in (ARRAYS if ema else ARRAYS[:-1])}
+    arrays = {
+        name: made.random(total, np.float32) for name in state_names(OptimizerConfig(ema_decay=0.9 if ema else 0.0))
+    }
     for lo, hi in [(0, total // 2), (total // 2, total)]:
         parts = {name: array[lo:hi] for name, array in arrays.items()}
-        checkpoint.write_shard(folder, ShardState(updates=step + 1, lo=lo, hi=hi, total=total, arrays=parts))
+        found = (Distance(d=0.5, d_max=0.5, numerator=0.1),)
+        shard = ShardState(updates=step + 1, lo=lo, hi=hi, total=total, arrays=parts, distances=found)
+        checkpoint.write_shard(folder, shard)
     checkpoint.seal(folder, {"step": step, "parameters": parameters, "config": config.to_yaml()})
     return folder
 
@@ -104,7 +108,8 @@ def test_any_number_of_workers_begins_with_the_very_bits(tmp_path: Path, cuts: i
     ends = np.linspace(0, total, cuts + 1).astype(int).tolist()
     for lo, hi in pairwise(ends):
         found, expected = source(lo, hi), cut(whole, lo, hi)
-        assert found.updates == 4 and tuple(found.arrays) == (ARRAYS if ema else ARRAYS[:-1])
+        assert found.distances == whole[0].distances
+        assert found.updates == 4 and tuple(found.arrays) == state_names(OptimizerConfig(ema_decay=0.9 if ema else 0.0))
         assert all(np.array_equal(array, expected.arrays[name]) for name, array in found.arrays.items())
 
 
@@ -114,7 +119,8 @@ def test_without_moments_the_weights_alone_are_taken(tmp_path: Path) -> None:
     resolved = resolve(config.model)[0].dit
     train = TrainConfig(init_from=str(folder), init_moments=False)
     found = FirstWeights(train).source(build_dit(resolved, 5), resolved)(10, 90)
-    assert found.updates == 0 and np.array_equal(found.arrays["master"], cut(load(folder)[1], 10, 90).arrays["master"])
+    assert found.updates == 0 and found.distances == ()
+    assert np.array_equal(found.arrays["master"], cut(load(folder)[1], 10, 90).arrays["master"])
     assert not found.arrays["exp_avg"].any() and not found.arrays["exp_avg_sq"].any() and "ema" not in found.arrays
 
 

@@ -112,6 +112,7 @@ def test_the_page_has_the_gradient_norm_and_the_learning_rate(run_folder: Path) 
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     text = loss_section()
     assert "Gradient norm before clipping, median 0.5</h3>" in text and "<h3>Learning rate</h3>" in text
+    assert "Prodigy" not in text
     assert "step 17: grad_norm 40<" in text and "step 29: lr 0.001<" in text
     for one in lines:  # of another program, or an early version
         del one["grad_norm"], one["lr"]

@@ -70,6 +70,7 @@ def test_a_new_setting_of_training_has_to_be_classified() -> None:
         ("train.loss_weight=token", "train.loss_weight sample -> token"),
         ("train.seed=1", "train.seed 0 -> 1"),
         ("train.optimizer.ema_decay=0", "train.optimizer.ema_decay"),
+        ("train.optimizer={kind: prodigy}", "train.optimizer.kind adamw -> prodigy"),
         ("data.items_per_step=2", "data.items_per_step"),
         ("data.caption_dropout=0.5", "data.caption_dropout"),
         ("data.sources.0.caption=json:text", "data.sources.0.caption txt|json:caption -> json:text"),

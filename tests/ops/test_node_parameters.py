@@ -342,7 +342,7 @@ def test_it_is_as_much_as_is_forecast(dtype: torch.dtype) -> None:
         parameters=sync.total,
         trained=sync.total,
         parameter_bytes=dtype.itemsize,
-        state_bytes=bytes_per_weight(ema=True),
+        state_bytes=bytes_per_weight(OPTIMIZER),
         deepspeed=False,
         vae_gib=0.0,
         text_gib=0.0,

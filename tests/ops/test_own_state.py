@@ -29,7 +29,18 @@ from ops.update.state_memory import BankOrder, StateMemory
 from ops.update.sync import FlatSync
 from tests.ops.exported import own_shard
 from tests.ops.placed import placed
-from tests.ops.test_sync import FULL, PLAIN, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, deal, flat_weights, on_threads
+from tests.ops.test_sync import (
+    FULL,
+    PLAIN,
+    PRODIGY,
+    SAMPLES,
+    START,
+    SUM_ELEMENTS,
+    TOTAL_STEPS,
+    deal,
+    flat_weights,
+    on_threads,
+)
 from tests.ops.test_sync import sample_loss as loss_of
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +70,7 @@ class Home:
         """The version that is safe."""
         hi = self.memory.total if hi is None else hi
         arrays = self.memory.arrays(self.memory.order.held, lo, hi, tuple(like.arrays))
-        return ShardState(updates=like.updates, lo=lo, hi=hi, total=self.memory.total, arrays=arrays)
+        return replace(like, lo=lo, hi=hi, total=self.memory.total, arrays=arrays)
 
 
 def trained(
@@ -130,6 +141,13 @@ def test_muons_momentum_in_memory_of_the_node_has_the_same_bits() -> None:
     """It is written before the weights are."""
     home, muon = Home(sum(p.numel() for _, p in trainable(START))), replace(FULL, kind="muon")
     for one, other in zip(trained(home, (3, 2), config=muon), trained(None, (3, 2), config=muon), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_prodigy_knows_in_memory_of_the_node_has_the_same_bits() -> None:
+    """Its moments are written before all agree on d, its weights after."""
+    home = Home(sum(p.numel() for _, p in trainable(START)))
+    for one, other in zip(trained(home, (3, 2), config=PRODIGY), trained(None, (3, 2), config=PRODIGY), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -253,6 +253,9 @@ def test_a_step_is_counted_from_the_end_of_the_one_before_and_from_the_begin_of_
     assert (line.step_s, line.data_wait_s) == (3.0, 0.75)
     assert line.epoch == line.line()["epoch"] == 2.25 and "epoch" not in replace(line, epoch=None).line()
     assert ("train/epoch", 2.25) in scalars(line) and "  epoch 2.25  " in figures(line)
+    found = replace(line, d=2.5e-4)
+    assert found.line()["d"] == 2.5e-4 and "d" not in line.line()
+    assert ("train/d", 2.5e-4) in scalars(found) and "  d 0.00025  " in figures(found)
     assert (line.tokens_per_s, line.videos_per_s) == (32.0, pytest.approx(4 / 3, abs=1e-3))  # 4 samples of 24 tokens
     assert [(span.step_start, span.node) for span in spans] == [(12.25, "W0")] * 3, "where its first cascade began"
     assert line.corr_tokens is line.corr_load is line.load_exponent is None, "of one step there is none"

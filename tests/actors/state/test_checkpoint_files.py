@@ -32,14 +32,14 @@ from actors.state.checkpoint_files import (
     step_folder,
     write_shard,
 )
-from ops.shards import ARRAYS, ShardState, Slot, cut, shard_bounds
+from ops.shards import ARRAYS, Distance, ShardState, Slot, cut, shard_bounds
 
 TOTAL = 1003
 
 
 def state(lo: int = 0, hi: int = TOTAL, *, step: int = 5, total: int = TOTAL, ema: bool = True) -> ShardState:
     """A piece of one well-known vector per array."""
-    names = ARRAYS if ema else ARRAYS[:3]
+    names = [name for name in ARRAYS if ema or name != "ema"]
     whole = {name: (np.arange(total) * (i + 1) + step).astype(np.float32) for i, name in enumerate(names)}
     return ShardState(updates=step, lo=lo, hi=hi, total=total, arrays={n: a[lo:hi] for n, a in whole.items()})
 
@@ -82,11 +82,14 @@ def test_a_shard_comes_back_in_its_precision_and_with_the_updates_of_its_parts(
     tmp_path: Path, counts: tuple[int, ...]
 ) -> None:
     arrays = {name: np.linspace(0, 1, 7) / 3 for name in ARRAYS}
+    distances = tuple(Distance(d=1e-6 / 3, d_max=0.1 + 0.2, numerator=-1e-17 / count) for count in (3, 7))
+    given = ShardState(updates=3, lo=0, hi=7, total=7, arrays=arrays, part_updates=counts, distances=distances)
     begin(folder := step_folder(tmp_path, 5))
-    write_shard(folder, ShardState(updates=3, lo=0, hi=7, total=7, arrays=arrays, part_updates=counts))
+    write_shard(folder, given)
     seal(folder, {"step": 5})
     (found,) = load(folder)[1]
     assert (found.updates, found.part_updates) == (3, counts)
+    assert found.distances == distances, "to the last bit"
     for name in ARRAYS:
         assert found.arrays[name].dtype == np.float64
         np.testing.assert_array_equal(found.arrays[name], arrays[name])
@@ -389,7 +392,10 @@ def test_forecast_is_within_two_percent_of_the_real_size(tmp_path: Path, ema: bo
     layout = [{"name": f"blocks.{i}.attn1.to_q.weight", "shape": [10, 100]} for i in range(100)]
     seal(folder, {"step": 1, "parameters": layout})
     real = sum(path.stat().st_size for path in folder.iterdir())
-    assert forecast_bytes(total, ema=ema, num_shards=size, num_parameters=100) == pytest.approx(real, rel=0.02)
+    weight_bytes = 4 * len(state(ema=ema).arrays)
+    assert forecast_bytes(total, weight_bytes=weight_bytes, num_shards=size, num_parameters=100) == pytest.approx(
+        real, rel=0.02
+    )
 
 
 def test_too_little_space_is_refused_before_writing(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_node_holds_two_versions_of_its_workers_state_and_of_what_it_copies() 
     assert (need.state, need.copies, need.gradient) == (STATE_GIB, STATE_GIB, STATE_GIB / 4)
     assert need.total == need.state + need.copies + need.gradient + need.store
     weights = int(STATE_GIB * 2**30 / 16)
-    forecast = forecast_bytes(weights, ema=True, copies=1, num_keepers=2) / 2**30
+    forecast = forecast_bytes(weights, weight_bytes=16, copies=1, num_keepers=2) / 2**30
     assert need.state + need.copies == pytest.approx(forecast)
 
 

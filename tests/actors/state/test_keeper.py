@@ -591,9 +591,9 @@ def test_any_lost_node_is_covered_by_the_others(keepers: Callable[..., Keeper]) 
 
 
 def test_forecast_counts_two_versions_of_what_is_owned_and_of_what_is_copied() -> None:
-    assert forecast_bytes(1000, ema=True, copies=1, num_keepers=1) == 2 * 1000 * 16
-    assert forecast_bytes(1000, ema=True, copies=1, num_keepers=2) == 2 * 1000 * 16
-    assert forecast_bytes(1000, ema=False, copies=1, num_keepers=8) == 2 * 2 * 1000 * 12 // 8
+    assert forecast_bytes(1000, weight_bytes=16, copies=1, num_keepers=1) == 2 * 1000 * 16
+    assert forecast_bytes(1000, weight_bytes=16, copies=1, num_keepers=2) == 2 * 1000 * 16
+    assert forecast_bytes(1000, weight_bytes=12, copies=1, num_keepers=8) == 2 * 2 * 1000 * 12 // 8
 
 
 def known(keeper: Keeper) -> dict[str, object]:

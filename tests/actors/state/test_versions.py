@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from actors.held_state import Snapshot
 from actors.state.versions import Version, VersionBook
-from ops.shards import ARRAYS
+from ops.shards import ARRAYS, Distance
 from ops.update.state_memory import BankOrder
 
 TOTAL = 100
@@ -25,7 +25,16 @@ def no_room(version: Version) -> bool:
 
 def shard(step: int, generation: int = 1, lo: int = 0, hi: int = TOTAL) -> Snapshot:
     return Snapshot(
-        step=step, generation=generation, rank=0, lo=lo, hi=hi, total=TOTAL, bank=0, names=ARRAYS, updates=step + 1
+        step=step,
+        generation=generation,
+        rank=0,
+        lo=lo,
+        hi=hi,
+        total=TOTAL,
+        bank=0,
+        names=ARRAYS,
+        updates=step + 1,
+        distances=(Distance(d=step / 3, d_max=step / 3, numerator=step / 7),),
     )
 
 

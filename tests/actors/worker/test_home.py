@@ -18,7 +18,7 @@ from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper
 from actors.worker.home import Entry, HomeMemory
 from ops.memory.lending import borrow
-from ops.shards import ARRAYS, ShardState
+from ops.shards import ARRAYS, Distance, ShardState
 from ops.update.state_memory import StateMemory
 from tests.actors.fakes import Handle
 
@@ -55,7 +55,12 @@ def part(lo: int, hi: int, updates: int = 0, names: tuple[str, ...] = ARRAYS[:3]
     arrays = {
         name: (np.arange(lo, hi) + 1000 * ARRAYS.index(name) + 10_000 * updates).astype(np.float32) for name in names
     }
-    return ShardState(updates=updates, lo=lo, hi=hi, total=TOTAL, arrays=arrays)
+    distances = distances_after(updates)
+    return ShardState(updates=updates, lo=lo, hi=hi, total=TOTAL, arrays=arrays, distances=distances)
+
+
+def distances_after(updates: int) -> tuple[Distance, ...]:
+    return (Distance(d=updates / 3, d_max=updates / 3, numerator=updates / 7),) if updates else ()
 
 
 def home_memory() -> HomeMemory:
@@ -76,6 +81,7 @@ def enters(
 
 def assert_is(found: ShardState, lo: int, hi: int, updates: int, names: tuple[str, ...] = ARRAYS) -> None:
     assert (found.lo, found.hi, found.updates, tuple(found.arrays)) == (lo, hi, updates, names)
+    assert found.distances == distances_after(updates)
     for name, array in part(lo, hi, updates, names).arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array)
 
@@ -97,6 +103,7 @@ def holds(keeper: Keeper, home: HomeMemory, lo: int, hi: int, step: int, generat
         bank=bank,
         names=ARRAYS,
         updates=step + 1,
+        distances=distances_after(step + 1),
     )
 
 
