@@ -93,7 +93,9 @@ ELSEWHERE = {
     "adam_eps": "train.optimizer.adam_eps",
     "ema_decay": "train.optimizer.ema_decay",
     "use_ema": "train.optimizer.ema_decay",
-    "optimizer_args": "train.optimizer (betas, adam_eps and weight_decay)",
+    "optimizer_args": "train.optimizer (betas, adam_eps and weight_decay; of Prodigy train.optimizer.prodigy)",
+    "eps": "train.optimizer.adam_eps",
+    "bias_correction": "train.optimizer.prodigy.use_bias_correction",
     "mixed_precision": "train.autocast",
     "bf16": "train.autocast (or train.parameter_dtype, with masters in fp32)",
     "dtype": "train.autocast",
@@ -325,6 +327,12 @@ DONE_OTHERWISE = {
         "nothing is trained in fp16, whose small gradients need a loss scale; bfloat16 is train.autocast, or "
         "train.parameter_dtype."
     ),
+    "decouple": "weight decay is always decoupled, and train.optimizer.weight_decay says how much.",
+    "beta3": "that of Prodigy is the square root of the second of train.optimizer.betas.",
+    "slice_p": (
+        "Prodigy's sums are of all weights; its state is sharded over all workers, and lies in host memory where a GPU "
+        "has no room for it (train.memory.state)."
+    ),
     "text_encoder_lr": "text encoders are frozen; train.optimizer.learning_rate is that of the transformer.",
     "lora_dropout": _NO_DROPOUT,
     "network_dropout": _NO_DROPOUT,
@@ -346,8 +354,8 @@ VALUES = {
     "train.optimizer.kind": (
         "Optimizers with small states (in 8 bits, Lion, Adafactor, CAME) save memory that is not short here: AdamW's "
         "is sharded over all workers, and lies in host memory where a GPU has no room for it (train.memory.state). "
-        "In place of one that finds its own rate or schedule (Prodigy, schedule-free) give "
-        "train.optimizer.learning_rate and train.optimizer.lr_scheduler."
+        "One that finds its own rate is prodigy (D-Adaptation is what came before it). In place of one without a "
+        "schedule (schedule-free) give train.optimizer.lr_scheduler."
     ),
 }
 """Settings with values that are not taken, and why they are not needed."""

@@ -31,6 +31,7 @@ _OPTION = re.compile(r"^--?[A-Za-z][\w.-]*(=.*)?$", re.DOTALL)
 _OPTION_INSIDE = re.compile(r"\s--[A-Za-z]")
 _SHOWN = 30  # characters of a value
 _LEFT = 52  # columns of names with values, at most
+_ARGUMENTS = ("optimizer_args",)  # whose values are settings themselves: ["d_coef=2", "weight_decay=0.01"]
 _TABLES: tuple[Mapping[str, str], ...] = (DONE_OTHERWISE, ELSEWHERE, IN_FILES)
 
 
@@ -85,16 +86,25 @@ def read_theirs(path: Path) -> list[Theirs]:
     if not found:
         raise ConfigError(f"{path} has no settings: no keys, no assignments, and no options such as --name value.")
     first: dict[str, Theirs] = {}
-    for one in found:
+    for one in (each for setting in found for each in _taken_apart(setting)):
         first.setdefault(re.sub(r"\.\d+(?=\.)", "", one.name), one)
     return list(first.values())
+
+
+def _taken_apart(one: Theirs) -> list[Theirs]:
+    """What a list of name=value says, each by itself; anything else as it is."""
+    given = one.value.split() if isinstance(one.value, str) else one.value if isinstance(one.value, list) else []
+    pairs = [str(word).partition("=") for word in given]
+    if one.words[-1] not in _ARGUMENTS or not pairs or not all(sign for _, sign, _ in pairs):
+        return [one]
+    return [Theirs(name=f"{one.name}.{name.strip()}", value=value.strip()) for name, _, value in pairs]
 
 
 def translated(one: Theirs, sections: Sequence[Section]) -> Translated:
     """Where a setting stands in `reference(RunConfig)`. A name that both have and mean otherwise is the other
     trainer's."""
     here = next((where[word] for word in one.words for where in _TABLES if word in where), "")
-    if here in VALUES and str(one.value).lower() not in _takes(sections, here):
+    if here in VALUES and str(one.value).rpartition(".")[2].lower() not in _takes(sections, here):  # torch.optim.AdamW
         here = f"{here}. {VALUES[here]}"
     return Translated(theirs=one, here=here or first_of(full_names(sections, one.words[-1]), most=3))
 

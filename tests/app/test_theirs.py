@@ -83,6 +83,38 @@ def test_a_command_ends_where_the_shell_ends_it(tmp_path: Path) -> None:
     assert str(found["out"]).split()[0] == "dir" and "tee" not in str(found["out"])
 
 
+PRODIGY = """
+optimizer_type = "prodigyopt.Prodigy"
+learning_rate = 1.0
+optimizer_args = [
+  "decouple=True", "weight_decay=0.01", "d_coef=2", "betas=0.9,0.99", "safeguard_warmup=True", "slice_p=11"
+]
+"""
+ADDED = "--optimizer_type prodigy --optimizer_args decouple=True 'd_coef = 2' use_bias_correction=True growth_rate=1.02"
+
+
+def test_arguments_of_an_optimizer_are_settings_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(PRODIGY)
+    (tmp_path / "a.sh").write_text(f"python train.py {ADDED.replace(' = ', '=')}\n")
+    told = {one.theirs.name: one for one in (translated(one, SECTIONS) for one in read_theirs(tmp_path / "a.toml"))}
+    assert told["optimizer_type"].here == "train.optimizer.kind", "without a word of what is not there"
+    assert told["optimizer_args.decouple"].here.startswith("weight decay is always decoupled")
+    assert told["optimizer_args.weight_decay"].here == "train.optimizer.weight_decay"
+    assert (told["optimizer_args.d_coef"].here, told["optimizer_args.d_coef"].theirs.value) == (
+        "train.optimizer.prodigy.d_coef",
+        "2",
+    )
+    assert told["optimizer_args.betas"].here == "train.optimizer.betas"
+    assert told["optimizer_args.safeguard_warmup"].here == "train.optimizer.prodigy.safeguard_warmup"
+    assert told["optimizer_args.slice_p"].here.startswith("Prodigy's sums are of all weights")
+    found = {one.name: one.value for one in read_theirs(tmp_path / "a.sh")}
+    assert found["optimizer_args.d_coef"] == "2" and found["optimizer_args.growth_rate"] == "1.02"
+    assert (
+        here("optimizer_args", "fused")
+        == "train.optimizer (betas, adam_eps and weight_decay; of Prodigy train.optimizer.prodigy)"
+    )
+
+
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"lr": 1}')
     assert [one.name for one in read_theirs(tmp_path / "a.json")] == ["lr"]
