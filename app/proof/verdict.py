@@ -230,6 +230,7 @@ class _State:
         _, shards = load(folder)
         self._shards = sorted(shards, key=lambda shard: shard.lo)
         self._updates = shards[0].updates
+        self._d = max((one.d for one in shards[0].distances), default=0.0)  # of Prodigy; its `lr` is the larger, too
         self.total = shards[0].total
 
     def piece(self, name: str, start: int, end: int) -> np.ndarray:
@@ -244,9 +245,13 @@ class _State:
     def update(self, start: int, end: int, optimizer: OptimizerConfig, lr: float) -> np.ndarray:
         """What the last update has subtracted from [start, end), but for what decays: AdamW's by its moments. Of a
         matrix that Muon trains, which has no second moment, its momentum, as long as AdamW's updates are: the update
-        is its orthogonal factor, which lies along it for the most part."""
+        is its orthogonal factor, which lies along it for the most part. Of Prodigy `lr` has d in it."""
         first, second = (self.piece(name, start, end) for name in ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = (1.0 - beta ** max(self._updates, 1) for beta in optimizer.betas)
+        if optimizer.kind == "prodigy":
+            if not optimizer.prodigy.use_bias_correction:
+                beta1 = beta2 = 1.0
+            return -lr * (first / beta1 / (np.sqrt(second / beta2) + self._d * optimizer.adam_eps / math.sqrt(beta2)))
         found = first / beta1 / (np.sqrt(second / beta2) + optimizer.adam_eps)
         if optimizer.kind == "muon":
             matrices = second == 0

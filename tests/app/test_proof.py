@@ -29,20 +29,24 @@ from app.proof.verdict import sentences, table, verdict, weights_apart
 from app.run.apart import ROOT
 from app.run.fault import kill_worker, seated
 from app.settings.config import RunConfig
-from ops.config import OptimizerConfig
-from ops.shards import ShardState
+from ops.config import OptimizerConfig, ProdigyConfig
+from ops.shards import Distance, ShardState
 from ops.typed import ConfigError
 from ops.update.muon import orthogonal
 from ops.update.optimizer import adamw_
+from ops.update.prodigy import ProdigyStep, step_, take_in
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 FP32, TF32, BF16 = TrainConfig(), TrainConfig(tf32="on"), TrainConfig(autocast="bfloat16")
 
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.9, 0.95))
+PRODIGY = replace(OPTIMIZER, kind="prodigy", learning_rate=1.0, prodigy=ProdigyConfig(d0=1e-3))
 
 
-def with_weights(run: Path, values: Sequence[float], cuts: list[int], **moments: np.ndarray) -> Path:
+def with_weights(
+    run: Path, values: Sequence[float], cuts: list[int], distances: tuple[Distance, ...] = (), **moments: np.ndarray
+) -> Path:
     """The last checkpoint of a run, written in shards that end at `cuts`."""
     folder = checkpoint_files.step_folder(root_of(run), 29)
     checkpoint_files.begin(folder)
@@ -51,7 +55,7 @@ def with_weights(run: Path, values: Sequence[float], cuts: list[int], **moments:
         arrays.setdefault(name, np.ones(len(values), np.float32))
     for lo, hi in zip([0, *cuts[:-1]], cuts, strict=True):
         part = {name: array[lo:hi] for name, array in arrays.items()}
-        shard = ShardState(updates=30, lo=lo, hi=hi, total=len(values), arrays=part)
+        shard = ShardState(updates=30, lo=lo, hi=hi, total=len(values), arrays=part, distances=distances)
         checkpoint_files.write_shard(folder, shard)
     checkpoint_files.seal(folder, {"step": 29})
     return run
@@ -132,11 +136,12 @@ class Trained:
     after: np.ndarray
     exp_avg: np.ndarray
     exp_avg_sq: np.ndarray
+    distances: tuple[Distance, ...] = ()
 
     def written(self, run: Path, weights: np.ndarray | None = None) -> Path:
         values = self.after if weights is None else weights
         cuts = [len(values) // 3, len(values)]
-        return with_weights(run, values, cuts, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
+        return with_weights(run, values, cuts, self.distances, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
 
 def trained_with(rounding: float, seed: int, last: str = "", kind: str = "adamw", steps: int = 30) -> Trained:
@@ -147,7 +152,8 @@ def trained_with(rounding: float, seed: int, last: str = "", kind: str = "adamw"
     truth = 0.3 * shared.normal(size=number) * np.exp(shared.normal(size=number))
     none = np.arange(number) % 1000 < 3
     weights = torch.from_numpy(shared.normal(size=number).astype(np.float32) * 0.02)
-    first, second, before = torch.zeros(number), torch.zeros(number), weights.clone()
+    first, second, s = (torch.zeros(number) for _ in range(3))
+    p0, before = weights.clone(), weights.clone()
     for step in range(steps):
         gradient = truth + shared.normal(size=number)
         if step == steps - 1 and last:
@@ -157,6 +163,12 @@ def trained_with(rounding: float, seed: int, last: str = "", kind: str = "adamw"
         if kind == "muon":
             first.mul_(0.95).add_(grad)
             weights.sub_(1e-3 * 0.2 * math.sqrt(240) * orthogonal(first.view(200, 240)).flatten())
+            continue
+        if kind == "prodigy":
+            state = {"master": weights, "exp_avg": first, "exp_avg_sq": second}
+            distance = Distance(d=1e-3, d_max=1e-3, numerator=0.0)
+            take_in(PRODIGY, **state, grad=grad, s=s, p0=p0, distance=distance, rate=1e-3, factor=1.0)
+            step_(PRODIGY, ProdigyStep(rate=1e-3, d=1e-3), **state)
             continue
         adamw_(
             OPTIMIZER,
@@ -168,10 +180,17 @@ def trained_with(rounding: float, seed: int, last: str = "", kind: str = "adamw"
             lr=1e-3,
             factor=1.0,
         )
-    return Trained(before.numpy(), weights.numpy(), first.numpy(), second.numpy())
+    distances = (Distance(d=1e-3, d_max=1e-3, numerator=0.0),) if kind == "prodigy" else ()
+    return Trained(before.numpy(), weights.numpy(), first.numpy(), second.numpy(), distances)
 
 
-ROUNDINGS = [("adamw", FP32, 1e-6), ("adamw", FP32, 1e-5), ("adamw", BF16, 2e-2), ("muon", FP32, 1e-6)]
+ROUNDINGS = [
+    ("adamw", FP32, 1e-6),
+    ("adamw", FP32, 1e-5),
+    ("adamw", BF16, 2e-2),
+    ("muon", FP32, 1e-6),
+    ("prodigy", FP32, 1e-6),
+]
 
 
 @pytest.mark.parametrize(("kind", "train", "rounding"), ROUNDINGS)
@@ -184,7 +203,7 @@ def test_weights_of_a_wrong_last_update_are_another_training_and_rounding_is_non
     calm, disturbed = pair()
     for run in (calm, disturbed):
         shutil.rmtree(root_of(run))
-    optimizer = replace(OPTIMIZER, kind=kind)
+    optimizer = PRODIGY if kind == "prodigy" else replace(OPTIMIZER, kind=kind)
     last = wrong if wrong in ("none", "other", "twice") else ""
     one, other = trained_with(rounding, 1, kind=kind), trained_with(rounding, 2, last, kind)
     weights, number = other.after.copy(), len(other.after)
