@@ -26,6 +26,7 @@ from app.bench.gpu.host_update import HostUpdate
 from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.muon_update import MuonUpdate
+from app.bench.gpu.prodigy_update import ProdigyUpdate
 from app.bench.gpu.push import PushedAddition
 from app.bench.gpu.together import GpusTogether
 
@@ -58,6 +59,7 @@ def catalogue(place: Place) -> list[Measurement]:
         SnapshotCopies(),
         HostUpdate(),
         MuonUpdate(),
+        ProdigyUpdate(),
         *lora_blocks.measurements(),
         *large[2:],
         *ops[FEW - 1 :],

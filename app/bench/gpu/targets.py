@@ -227,6 +227,13 @@ TARGETS = (
         worst=_least("update.muon", _is("right")),
     ),
     Target(
+        what="d that Prodigy finds in fp32, as in fp64",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("update.prodigy", _is("right")),
+    ),
+    Target(
         what="memory of another process added to exactly (CUDA IPC)",
         goal=1,
         least=True,
