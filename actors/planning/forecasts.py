@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.config import TrainConfig
+from actors.config import CheckpointConfig, TrainConfig
 from actors.plan.costs.needs import SOLO, ClipBatches, NeedKey, NeedLine, Needs, clip_kind, line_through
 from actors.plan.spared import NOTHING_SPARED, Spared
 from actors.planning.demand import largest_upload
@@ -55,6 +55,16 @@ def host_weights_gib(model: ModelConfig, train: TrainConfig) -> float:
     """GiB of each node's host memory that weights of a resolved model take with `train.memory.parameters: node`."""
     sizes = sizes_of(model, train, cuda=True)
     return replace(sizes, places=replace(sizes.places, parameters="node")).host_weights_gib
+
+
+def lora_files_gib(checkpoint: CheckpointConfig, model: ModelConfig) -> float:
+    """GiB of host memory, on whichever node it runs, of the task that writes the LoRA files of checkpoints of a
+    resolved model; 0 where there is none."""
+    if checkpoint.lora_files == "off" or not model.dit.lora_rank:
+        return 0.0
+    from ops.models.lora_files import writing_bytes
+
+    return writing_bytes(model.dit.experts) / 2**30
 
 
 def forecast(

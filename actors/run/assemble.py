@@ -26,7 +26,7 @@ from actors.plan.spared import NOTHING_SPARED, Spared
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.demand import Demand, clips_of, largest_upload
-from actors.planning.forecasts import forecast, sizes_of
+from actors.planning.forecasts import forecast, lora_files_gib, sizes_of
 from actors.planning.learned import setting_of, take_up
 from actors.planning.options import assumption, copies_if_fetched, profile_of, tell_updates
 from actors.planning.room import GenerationRoom
@@ -319,6 +319,7 @@ class _Training:
             demand=costs.demand,
             needs=costs.profile.needs,
             samples=asides is not None and asides.expected,
+            lora_files_gib=lora_files_gib(config.checkpoint, self.model),
         )
 
     def batch_sizes(self) -> FirstSizes:

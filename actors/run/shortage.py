@@ -29,13 +29,15 @@ from actors.state.hosts import (
 class Shortage:
     """Which nodes and workers of one run have too little memory. `room` has the sizes of what is trained, `demand` what
     must run on every worker (None: nobody has predicted it) and `needs` its memory. `samples`: clips are made beside
-    the run, and each node must have memory for one."""
+    the run, and each node must have memory for one; so it must for the task that writes LoRA files, of
+    `lora_files_gib`."""
 
     snapshot: SnapshotConfig
     room: GenerationRoom
     demand: Demand | None = None
     needs: Needs = field(default_factory=Needs)
     samples: bool = False
+    lora_files_gib: float = 0.0
     # GiB that each node could spare before it had any state of this run; None: it had some when it was seen first.
     _hosts: dict[str, float | None] = field(default_factory=dict)
     _begun: bool = False
@@ -85,7 +87,8 @@ class Shortage:
     def _needs_of_hosts(self, infos: Sequence[WorkerInfo]) -> list[tuple[str, HostNeed, float | None]]:
         sizes, gpu = self.room.sizes, infos[0].device != "cpu"
         sample = aside_gib(sizes.state_gib, sizes.state_bytes, sizes.parameter_bytes, gpu) if self.samples else 0.0
-        return needs_of_hosts(infos, sizes.state_gib, sizes.state_bytes, self.snapshot, sample)
+        files = self.lora_files_gib
+        return needs_of_hosts(infos, sizes.state_gib, sizes.state_bytes, self.snapshot, sample, files)
 
     def _note(self, infos: Sequence[WorkerInfo], known: bool) -> None:
         new: dict[str, float | None] = {}

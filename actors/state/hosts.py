@@ -35,11 +35,12 @@ class HostNeed:
     uploads: float = 0.0  # pinned, of what all workers send to their GPUs
     pinned: float = 0.0  # by gradients and updates on their way between all workers' GPUs and the host
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
+    lora_files: float = 0.0  # of the task that writes those of checkpoints, on whichever node
 
     @property
     def total(self) -> float:
         of_model = self.state + self.gradient + self.parameters + self.encoders + self.samples
-        return of_model + self.uploads + self.pinned + self.copies + self.store
+        return of_model + self.lora_files + self.uploads + self.pinned + self.copies + self.store
 
     def describe(self) -> str:
         """The parts in words, for a person."""
@@ -50,6 +51,7 @@ class HostNeed:
             "weights": self.parameters,
             "encoders": self.encoders,
             "weights of a sample": self.samples,
+            "LoRA files": self.lora_files,
             "uploads": self.uploads,
             "gradients and updates on their way": self.pinned,
             "object store": self.store,
@@ -71,11 +73,12 @@ def host_need(
     uploads_gib: float = 0.0,
     pinned_gib: float = 0.0,
     samples_gib: float = 0.0,
+    lora_files_gib: float = 0.0,
 ) -> HostNeed:
     """What a node with `here` of all workers needs, whose state in all is `state_gib`, at `bytes_per_weight`.
     `weights_gib` of parameters lie there for its GPUs, and so will `encoders_gib`. `uploads_gib` may be held
     by what each worker sends to its GPU, `pinned_gib` by its gradients and updates on their way (ops.update_room);
-    `samples_gib` is what one aside takes (`aside_gib`)."""
+    `samples_gib` is what one aside takes (`aside_gib`), `lora_files_gib` what the task does that writes LoRA files."""
     copies = _copies(snapshot, nodes)
     return HostNeed(
         state=TURNS * state_gib * here / workers,
@@ -87,6 +90,7 @@ def host_need(
         uploads=here * uploads_gib,
         pinned=here * pinned_gib,
         samples=samples_gib,
+        lora_files=lora_files_gib,
     )
 
 
@@ -122,6 +126,7 @@ def needs_of_hosts(
     bytes_per_weight: int,
     snapshot: SnapshotConfig,
     samples_gib: float = 0.0,
+    lora_files_gib: float = 0.0,
 ) -> list[tuple[str, HostNeed, float | None]]:
     """(node, GiB it needs, GiB it can spare) for each node of these workers, before any worker has its state."""
     nodes = list(dict.fromkeys(info.node for info in infos))
@@ -142,6 +147,7 @@ def needs_of_hosts(
             uploads_gib=max(info.uploads_gib for info in here),
             pinned_gib=max(info.pinned_gib for info in here),
             samples_gib=samples_gib,
+            lora_files_gib=lora_files_gib,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))
     return found
@@ -199,7 +205,8 @@ def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
     return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
         f"({need.describe()}). Add memory or nodes, lower snapshot.copies, "
-        f"{'set sample.every and validation.every to 0, ' if need.samples else ''}or train fewer weights "
+        f"{'set sample.every and validation.every to 0, ' if need.samples else ''}"
+        f"{'set checkpoint.lora_files to off, ' if need.lora_files else ''}or train fewer weights "
         f"(model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room

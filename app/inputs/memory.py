@@ -13,7 +13,7 @@ from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, PlanError
 from actors.planning.demand import Demand
-from actors.planning.forecasts import Forecasts, sizes_of
+from actors.planning.forecasts import Forecasts, lora_files_gib, sizes_of
 from actors.planning.memory import MemoryForecast, communicators_gib
 from actors.planning.options import tell_fetched
 from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
@@ -100,12 +100,13 @@ def view_memory(
         _refuse_misfits(config, view, memory, demand, setup, forecasts)
     if not cuda:
         return view
-    view = replace(view, host=_host_need(config, found, cluster.nodes), host_gib=cluster.host_gib)
+    files_gib = lora_files_gib(config.checkpoint, model)
+    view = replace(view, host=_host_need(config, found, cluster.nodes, files_gib), host_gib=cluster.host_gib)
     assert view.host is not None
     refuse_short_hosts([("a node", view.host, cluster.host_gib or None)])
     there, least = sum(host.workers for host in hosts), min(config.workers.min, cluster.num_workers)
     for workers in dict.fromkeys((cluster.num_workers, min(max(there, least), cluster.num_workers), least)):
-        _refuse_short_hosts(config, found, hosts, workers)
+        _refuse_short_hosts(config, found, hosts, workers, files_gib)
     return view
 
 
@@ -126,18 +127,22 @@ def filled(rooms: Sequence[int], workers: int) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def _refuse_short_hosts(config: RunConfig, found: MemoryForecast, hosts: Sequence[HostRoom], workers: int) -> None:
+def _refuse_short_hosts(
+    config: RunConfig, found: MemoryForecast, hosts: Sequence[HostRoom], workers: int, files_gib: float
+) -> None:
     nodes = filled([host.workers for host in hosts], workers)
     refuse_short_hosts(
         [
-            (f"node {host.name}", _host_need(config, found, nodes, here), host.gib)
+            (f"node {host.name}", _host_need(config, found, nodes, files_gib, here), host.gib)
             for host, here in zip(hosts, nodes, strict=False)
         ]
     )
 
 
-def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], here: int = 0) -> HostNeed:
-    """What a node with `here` workers needs; 0: the one with the most."""
+def _host_need(
+    config: RunConfig, found: MemoryForecast, nodes: Sequence[int], files_gib: float, here: int = 0
+) -> HostNeed:
+    """What a node with `here` workers needs; 0: the one with the most. `files_gib`: of the task for LoRA files."""
     return host_need(
         found.state_gib,
         found.state_bytes,
@@ -151,6 +156,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
         uploads_gib=found.host_uploads_gib,
         pinned_gib=found.host_pinned_gib,
         samples_gib=_aside_gib(config, found),
+        lora_files_gib=files_gib,
     )
 
 

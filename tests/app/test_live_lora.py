@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -21,6 +23,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from actors.planning.forecasts import lora_files_gib
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent, RunFinished
 from actors.records.metrics_line import metrics_of
 from app.export import live
@@ -34,7 +37,8 @@ from ops.models import lora_files
 from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton
 from ops.models.lora import B, read_factors
-from ops.models.lora_files import num_written, write_factors
+from ops.models.lora_files import num_written, write_factors, writing_bytes
+from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora, write_tensors
 from ops.typed import ConfigError
 from tests.app import test_export
@@ -464,6 +468,49 @@ def test_a_dry_run_counts_what_is_written_also_where_comfyui_has_one_layer_for_t
     write_factors(tmp_path, dit, factors, "", torch.float32)
     stored = sum(tensor.numel() for file in tmp_path.iterdir() for tensor in load_file(file).values())
     assert num_written(dit) == stored > 0
+
+
+@pytest.mark.parametrize(("form", "counted"), [("float32", True), ("bfloat16", True), ("off", False)])
+def test_what_writing_them_takes_of_a_node_is_forecast_and_can_be_turned_off(form: Any, counted: bool) -> None:
+    config = lora_run(lora_files=form)
+    gib = writing_bytes(config.model.dit.experts) / 2**30
+    assert lora_files_gib(config.checkpoint, config.model) == (gib if counted else 0.0)
+    assert lora_files_gib(tiny_run().checkpoint, tiny_run().model) == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writing_factors_takes_no_more_memory_than_is_forecast(dtype: str, tmp_path: Path) -> None:
+    """In a process of its own, as the task has it: factors of 13 and 104 MiB. What more of them takes is over a third
+    of what is forecast for it: that is not far too much."""
+    ranks = (32, 256)
+    words = [sys.executable, "-c", _WRITES, dtype, str(tmp_path), *map(str, ranks)]
+    shown = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    taken = [int(line) for line in shown.splitlines()]
+    small = WanConfig(num_layers=4, num_heads=8, head_dim=128, ffn_dim=4096)
+    said = [writing_bytes(replace(small, lora_rank=rank).experts) for rank in ranks]
+    assert all(here <= most for here, most in zip(taken, said, strict=True)), (taken, said)
+    assert taken[1] - taken[0] > (said[1] - said[0]) / 3, (taken, said)
+
+
+_WRITES = """
+import sys
+from pathlib import Path
+
+import torch
+
+from ops.models.load import dit_skeleton
+from ops.models.lora_files import write_factors
+from ops.models.wan.config import WanConfig
+from ops.models.weights import is_lora
+
+for rank in map(int, sys.argv[3:]):
+    dit = WanConfig(num_layers=4, num_heads=8, head_dim=128, ffn_dim=4096, lora_rank=rank)
+    weights = dit_skeleton(dit).state_dict()
+    factors = {name: torch.ones(weight.shape) for name, weight in weights.items() if is_lora(name)}
+    write_factors(Path(sys.argv[2]), dit, factors, "", getattr(torch, sys.argv[1]))
+    # of this process alone: ru_maxrss would begin with the peak of the parent
+    print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10)
+"""
 
 
 def test_one_form_of_the_factors_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

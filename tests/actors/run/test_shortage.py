@@ -146,6 +146,14 @@ def test_every_node_must_have_memory_for_a_sample_and_may_make_as_many_at_a_time
         replace(shortage_of(places), samples=True).begin(short, fresh=True)
 
 
+def test_every_node_must_have_memory_for_the_task_that_writes_lora_files() -> None:
+    places = Places("node", "host")
+    infos = gpus((8, 8), places, room_gib=50.0, host_gib=of_each(2, places) + 1.0)
+    replace(shortage_of(places), lora_files_gib=0.9).begin(infos, fresh=True)
+    with pytest.raises(PlanError, match=r"LoRA files 1\.10.*set checkpoint\.lora_files to off"):
+        replace(shortage_of(places), lora_files_gib=1.1).begin(infos, fresh=True)
+
+
 def test_nodes_of_which_nothing_is_known_may_make_any_number_of_samples() -> None:
     places = Places("node", "host")
     infos, found = gpus((8,), places, room_gib=50.0), replace(shortage_of(places), samples=True)

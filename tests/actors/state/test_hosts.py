@@ -17,6 +17,7 @@ from actors.state.hosts import (
     needs_of_hosts,
     refuse_short_hosts,
     refuse_short_stores,
+    shortages,
 )
 from actors.state.keeper import forecast_bytes
 from actors.state.pulling import AHEAD, PIECE
@@ -118,6 +119,17 @@ def test_one_sample_is_counted_on_every_node_and_more_are_made_where_there_is_ro
         PlanError, match=r"snapshot\.copies, set sample\.every and validation\.every to 0, or train fewer"
     ):
         refuse_short_hosts(short)
+
+
+def test_the_task_that_writes_lora_files_is_counted_on_every_node_and_can_be_left_out() -> None:
+    infos = [info("w0", "a", 2000.0), info("w1", "b", 1000.0)]
+    plain = needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())
+    found = needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig(), lora_files_gib=3.5)
+    for (_, without, _), (_, need, _) in zip(plain, found, strict=True):
+        assert need.total == pytest.approx(without.total + 3.5) and "LoRA files 3.50" in need.describe()
+    assert not shortages((node, need, need.total) for node, need, _ in found)
+    short = shortages((node, need, need.total - 1) for node, need, _ in found)
+    assert len(short) == 2 and "lower snapshot.copies, set checkpoint.lora_files to off, or train fewer" in short[0]
 
 
 def test_every_short_node_is_named_with_what_it_needs_and_what_helps() -> None:
