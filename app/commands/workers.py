@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from app.run.operator import ANSWER_S, answer, monitor
+from app.run.operator import ANSWER_S, NoMonitor, answer, ask_to_leave_lora_files, lives, monitor
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -131,8 +131,16 @@ def _within_limits(run: Path, count: int) -> str:
 def stop(
     run: Run, wait_s: Annotated[float, typer.Option(help="Wait this long for the end; 0 does not wait.")] = 300.0
 ) -> None:
-    """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it."""
-    actor = monitor(run)
+    """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it. One that has
+    taken its last step no longer waits for LoRA files."""
+    try:
+        actor = monitor(run)
+    except NoMonitor:
+        if not (lives(run) and ask_to_leave_lora_files(run)):
+            raise
+        _await_the_end(run, wait_s)
+        return
+    ask_to_leave_lora_files(run)
     from ray.exceptions import RayActorError
 
     from actors.ray_calls import get
@@ -148,6 +156,17 @@ def stop(
             return
         time.sleep(0.5)
     print("the run will end after its running steps")
+
+
+def _await_the_end(run: Path, wait_s: float) -> None:
+    """Of a run that has taken its last step."""
+    deadline = time.monotonic() + wait_s
+    while lives(run):
+        if time.monotonic() >= deadline:
+            print("the run has taken its last step, and ends without the LoRA files that it waits for")
+            return
+        time.sleep(0.5)
+    print("the run has ended; a --resume makes the LoRA files that it has not made")
 
 
 def warn_if_quiet(run: Path, report: MonitorReport) -> None:

@@ -131,7 +131,7 @@ class LiveLora:
         return self._hear(0.0)
 
     def finish(self, limit_s: float, *, resumes: bool = False) -> list[RunEvent]:
-        """The run has ended: waits for what is due, at most `limit_s` or until a signal asks for the end, and gives up
+        """The run has ended: waits for what is due, at most `limit_s` or until somebody asks for its end, and gives up
         the rest; in silence where a resume is to make it."""
         events, until = self._hear(0.0), time.monotonic() + limit_s
         while self._waits and (left_s := until - time.monotonic()) > 0:
@@ -166,7 +166,7 @@ class LiveLora:
         return sorted({*self._due, *self._asked})
 
     def _is_stopped(self) -> bool:
-        """A signal came after the last step."""
+        """The run was asked to end after its last step."""
         return (self._scratch / LORA_STOPPED).exists()
 
     def _clear(self) -> None:

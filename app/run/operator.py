@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
+from app.settings.run_folder import LORA_SCRATCH, LORA_STOPPED
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ANSWER_S = 30.0
+
+
+class NoMonitor(ConfigError):
+    """The cluster answers, and the run has no monitor there: its controller is still starting, or has taken its last
+    step."""
 
 
 class OperatorHandle(Protocol):
@@ -68,13 +74,14 @@ def answer(run: Path, reference: Ref[T]) -> T:
 def how_it_ended(run: Path) -> str:
     """How a run has ended, in a sentence, from its folder; "" for a run that may be alive."""
     outcome = read_outcome(run)
-    if outcome is None or holder(lock_path(run.absolute(), "driver")) is not None:
+    if outcome is None or lives(run):
         return ""
     return f"run {run} has ended: {outcome.reason} (exit code {outcome.code})."
 
 
 def monitor(run: Path) -> OperatorHandle:
-    """The monitor actor of a live run. Raises ConfigError when there is no such run, cluster or actor.
+    """The monitor actor of a live run. Raises ConfigError when there is no such run or cluster, NoMonitor when there is
+    no such actor.
 
     Call it before anything imports Ray: only at its import Ray reads whether it has to send a token.
     """
@@ -96,7 +103,21 @@ def monitor(run: Path) -> OperatorHandle:
     try:
         return monitor_of(run)
     except LookupError as error:
-        raise ConfigError(str(error)) from None
+        raise NoMonitor(str(error)) from None
+
+
+def ask_to_leave_lora_files(run: Path) -> bool:
+    """Have a run that has taken its last step not wait for LoRA files. False where none wait."""
+    try:
+        (run / LORA_SCRATCH / LORA_STOPPED).touch()
+    except OSError:  # the folder is there while some wait
+        return False
+    return True
+
+
+def lives(run: Path) -> bool:
+    """Whether the run's folder says that a start of it has not ended: so does that of one that was killed."""
+    return holder(lock_path(run.absolute(), "driver")) is not None
 
 
 def address_of(run: Path) -> str:

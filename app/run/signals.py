@@ -12,8 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from app.run.apart import SIGNALS, signal_came
-from app.run.operator import monitor_of
-from app.settings.run_folder import LORA_SCRATCH, LORA_STOPPED
+from app.run.operator import ask_to_leave_lora_files, monitor_of
 
 STOP = "stopped by a signal"
 
@@ -63,8 +62,7 @@ class RunSignals:
 
         def stop() -> bool:
             _say(b"stopping after the running steps; Ctrl-C again stops at once\n")
-            with suppress(OSError):  # there is no such folder where no LoRA files wait
-                (folder / LORA_SCRATCH / LORA_STOPPED).touch()
+            ask_to_leave_lora_files(folder)
             return _ask_to_stop(folder) or has_begun()
 
         self._stop = stop
