@@ -725,13 +725,17 @@ class LoraFilesMade(RunEvent, event="lora_files"):
 
 
 class LoraFilesFailed(RunEvent, event="lora_files_failed"):
-    """The factors of a checkpoint were not written as files. A resume tries again while the checkpoint is there."""
+    """The factors of checkpoints were not written as files. A resume tries again while a checkpoint is there."""
 
     step: int  # -1: of none, as they cannot be written at all
+    others: tuple[int, ...] = ()  # later ones, for the same reason
     why: str
 
     def describe(self) -> str:
         after = f" after {counted(self.step + 1, 'step')}" if self.step >= 0 else ""
+        if self.others:
+            *first, last = [f"{step + 1:,}" for step in (self.step, *self.others)]
+            after = f" after {', '.join(first)} and {last} steps"
         return f"no LoRA files{after}{_because(self.why)}"
 
 

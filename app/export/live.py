@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,8 +142,7 @@ class LiveLora:
         if (left := self._waits) and resumes:
             log.info("LoRA files of %s are left to the resume", counted(len(left), "checkpoint"))
         elif left:
-            why = f"the run has ended, and they were not ready {limit_s:.0f} s later"
-            events += [self._failed(step, why) for step in left]
+            events.append(self._failed(left, f"the run has ended, and they were not ready {limit_s:.0f} s later"))
         self.close()
         return events
 
@@ -207,7 +206,7 @@ class LiveLora:
         else:
             cancel(running)
             why = f"{self._run_dir / LORA} was not written in {_TASK_S:.0f} s"
-            events = [self._failed(step, why) for step in list(self._asked)]
+            events = [self._failed([step], why) for step in list(self._asked)]
         self._begin()
         return events
 
@@ -221,14 +220,14 @@ class LiveLora:
             due = self._asked.pop(step)
             _let_go(due)
             events.append(LoraFilesMade(step=step, files=files, seconds=round(time.monotonic() - due.since, 3)))
-        return events + [self._failed(step, why) for step, why in report.failed.items()]
+        return events + [self._failed([step], why) for step, why in report.failed.items()]
 
     def _lost(self, why: str) -> list[RunEvent]:
         events: list[RunEvent] = []
         for step, due in list(self._asked.items()):
             due.losses += 1
             if due.losses >= _TRIES:
-                events.append(self._failed(step, why))
+                events.append(self._failed([step], why))
                 continue
             del self._asked[step]
             if step in self._due:  # written again meanwhile
@@ -237,12 +236,19 @@ class LiveLora:
                 self._due[step] = due
         return events
 
-    def _failed(self, step: int, why: str) -> LoraFilesFailed:
-        """Let go of a checkpoint: of the running task, or else of those that wait. The event says so."""
-        _let_go((self._asked if step in self._asked else self._due).pop(step))
-        command = f"heddle export --checkpoint {self._run_dir} --after {step + 1} --lora-only --to FOLDER"
+    def _failed(self, steps: Sequence[int], why: str) -> LoraFilesFailed:
+        """Let go of checkpoints: of the running task, or else of those that wait. The event says so."""
+        for step in steps:
+            for some in (self._asked, self._due):
+                if step in some:
+                    _let_go(some.pop(step))
+                    break
+        first, *others = steps
+        command = f"heddle export --checkpoint {self._run_dir} --after {first + 1} --lora-only --to FOLDER"
         remedy = f"A resume makes them while the checkpoint is there, and so does `{command}`"
-        return LoraFilesFailed(step=step, why=f"{why}. {remedy}")
+        if others:
+            remedy = f"A resume makes them while their checkpoints are there; `{command}` makes those of the first"
+        return LoraFilesFailed(step=first, others=tuple(others), why=f"{why}. {remedy}")
 
 
 def _let_go(due: _Due) -> None:

@@ -285,6 +285,19 @@ def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, tasks: Tasks) -
     assert len(tasks.cancelled) == 1 and lora.heard() == []
 
 
+def test_those_that_are_not_ready_at_the_end_of_a_run_are_one_event(tmp_path: Path, tasks: Tasks) -> None:
+    lora, tasks.hangs = LiveLora(lora_run(), tmp_path), True
+    for step in (9, 19, 1029):
+        write_checkpoint(tmp_path, step)
+        lora.on_checkpoint(step)
+        assert lora.heard() == []
+    (event,) = lora.finish(0.01)
+    assert isinstance(event, LoraFilesFailed) and (event.step, event.others) == (9, (19, 1029))
+    assert event.describe().startswith("no LoRA files after 10, 20 and 1,030 steps: the run has ended, and they were")
+    assert "while their checkpoints are there" in event.why and f"{tmp_path} --after 10 --lora-only" in event.why
+    assert not (tmp_path / ".lora").exists()
+
+
 def test_a_link_to_another_file_system_has_the_files_too(tmp_path: Path, tasks: Tasks) -> None:
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
