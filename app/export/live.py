@@ -2,9 +2,10 @@
 them.
 
 A Ray task makes them beside the run, at low priority, from a checkpoint that is whole: no step and no checkpoint waits
-for it. The folder of a checkpoint appears when all files in it are there, and stays when the checkpoint is deleted.
-What goes wrong is an event and never ends the run. Files that are not whole lie in RUN/.lora/, and so do links to the
-checkpoints that wait: ComfyUI lists whatever it finds in RUN/lora/, hidden folders too.
+for it. It runs on the node of the run's controller, which has read the model's folder there. The folder of a
+checkpoint appears when all files in it are there, and stays when the checkpoint is deleted. What goes wrong is an
+event, said once until the reason is another one, and never ends the run. Files that are not whole lie in RUN/.lora/,
+and so do links to the checkpoints that wait: ComfyUI lists whatever it finds in RUN/lora/, hidden folders too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.ray_calls import cancel, get, remote_of, wait
+from actors.ray_calls import cancel, get, node_id, remote_of, wait
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent
 from actors.refs import Ref
 from actors.state.checkpoint_files import complete, step_folder
@@ -85,6 +87,7 @@ class LiveLora:
         self._began = 0.0
         self._number = 0  # of the links to a checkpoint: one that is written again must not take those of a task
         self._has_let_go = False
+        self._told = ""  # why the newest failed
 
     def open(self) -> list[RunEvent]:
         """The run begins or goes on, and no other process writes in its folder. Returns an event where no files will
@@ -190,7 +193,10 @@ class LiveLora:
             if due.held is None:
                 self._hold(step, due)
             checkpoints[step] = str(due.held or step_folder(root_of(self._run_dir), step))
-        task = remote_of(make, once=True).options(num_cpus=0, max_retries=0, name="lora files")
+        here = NodeAffinitySchedulingStrategy(node_id(), soft=False)
+        task = remote_of(make, once=True).options(
+            num_cpus=0, max_retries=0, name="lora files", scheduling_strategy=here
+        )
         self._running = task.remote(str(self._run_dir), checkpoints, self._dtype)
 
     def _hear(self, timeout_s: float) -> list[RunEvent]:
@@ -220,7 +226,15 @@ class LiveLora:
             due = self._asked.pop(step)
             _let_go(due)
             events.append(LoraFilesMade(step=step, files=files, seconds=round(time.monotonic() - due.since, 3)))
-        return events + [self._failed([step], why) for step, why in report.failed.items()]
+            self._told = ""
+        for why in dict.fromkeys(report.failed.values()):
+            event = self._failed([step for step, said in report.failed.items() if said == why], why)
+            if why != self._told:
+                events.append(event)
+            else:
+                log.info("%s", event.describe())
+            self._told = why
+        return events
 
     def _lost(self, why: str) -> list[RunEvent]:
         events: list[RunEvent] = []

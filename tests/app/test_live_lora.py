@@ -76,10 +76,12 @@ class Tasks:
         monkeypatch.setattr(live, "wait", lambda some, timeout: ([], some) if self.hangs else (some, []))
         monkeypatch.setattr(live, "get", self.get)
         monkeypatch.setattr(live, "cancel", self.cancelled.append)
+        monkeypatch.setattr(live, "node_id", lambda: "ab" * 28)
         monkeypatch.setattr(live.os, "nice", lambda by: None)
 
     def options(self, **options: Any) -> Tasks:
         assert options["num_cpus"] == options["max_retries"] == 0
+        assert options["scheduling_strategy"].node_id == "ab" * 28, "on this node, which has read the model's folder"
         return self
 
     def remote(self, run_dir: str, checkpoints: dict[int, str], dtype: str) -> Any:
@@ -240,6 +242,32 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_next_ones_are_made(
     assert isinstance(failed, LoraFilesFailed) and why in failed.why and "Traceback" not in failed.why
 
 
+def test_a_missing_folder_of_the_model_is_said_once_and_again_when_it_is_back_or_something_else_is_wrong(
+    tmp_path: Path, tasks: Tasks
+) -> None:
+    base, away, lora = tmp_path / "base", tmp_path / "away", LiveLora(lora_run(), tmp_path / "run")
+    test_export.publish(base)
+    config = test_export.pipeline_run(base, lora_rank=2)
+
+    def heard(step: int) -> list[str]:
+        lora.on_checkpoint(step)
+        return [event.describe() for event in lora.heard()]
+
+    for step in (9, 19, 29, 39, 49, 59):
+        write_checkpoint(tmp_path / "run", step, config)
+    base.rename(away)
+    (said,) = heard(9)
+    assert f"{base}" in said and "does not exist" in said and said.startswith("no LoRA files after 10 steps (")
+    assert heard(19) == [] == heard(29)
+    (tmp_path / "run" / "checkpoints" / "step-39" / "COMPLETE").unlink()
+    (said,) = heard(39)
+    assert "checkpoints/step-39 is no complete checkpoint" in said
+    assert len(heard(49)) == 1, "the reason is another one again"
+    away.rename(base)
+    (said,) = heard(59)
+    assert said.startswith("LoRA files after 60 steps")
+
+
 def test_factors_that_are_not_finite_are_no_file(tmp_path: Path, tasks: Tasks) -> None:
     write_checkpoint(tmp_path, 9, filled=float("nan"))
     lora = LiveLora(lora_run(), tmp_path)
@@ -293,7 +321,7 @@ def test_those_that_are_not_ready_at_the_end_of_a_run_are_one_event(tmp_path: Pa
         assert lora.heard() == []
     (event,) = lora.finish(0.01)
     assert isinstance(event, LoraFilesFailed) and (event.step, event.others) == (9, (19, 1029))
-    assert event.describe().startswith("no LoRA files after 10, 20 and 1,030 steps: the run has ended, and they were")
+    assert event.describe().startswith("no LoRA files after 10, 20 and 1,030 steps (the run has ended, and they were")
     assert "while their checkpoints are there" in event.why and f"{tmp_path} --after 10 --lora-only" in event.why
     assert not (tmp_path / ".lora").exists()
 
