@@ -64,7 +64,7 @@ class ClipJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipWork:
-    """What a worker makes of neighbouring prompts: all but their texts and seeds is the same."""
+    """What a worker makes of prompts of one kind: all but their texts and seeds is the same."""
 
     settings: ClipSettings
     seeds: tuple[int, ...]

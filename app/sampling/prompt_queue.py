@@ -8,6 +8,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ MAX_LOSSES = 3  # of workers while they make one prompt; then it is the prompt t
 
 
 class PromptQueue:
-    """Which prompts are still to be made, and which workers have lost some. Chunks are neighbours, and become smaller
-    to the end, so that all workers end at about the same time. `group_of` says which prompts may be in one chunk."""
+    """Which prompts are still to be made, and which workers have lost some. A chunk is the first that waits and the
+    next ones of its group, by `group_of`, wherever they stand. Chunks become smaller to the end, so that all workers
+    end at about the same time."""
 
     def __init__(self, total: int, finished: Iterable[int], limit: int, max_losses: int = MAX_LOSSES) -> None:
         done = set(finished)
@@ -40,15 +42,11 @@ class PromptQueue:
         size = max(1, min(self._limit, len(self._waiting) // (2 * workers)))
         if self._waiting and self._waiting[0] in self._losses:
             size = 1  # which of the chunk was it?
-        chunk: list[int] = []
-        while self._waiting and len(chunk) < size and (not chunk or self._follows(chunk[-1])):
-            chunk.append(self._waiting.popleft())
+        alike = (index for index in self._waiting if self.group_of(index) == self.group_of(self._waiting[0]))
+        chunk = list(islice(alike, size))  # none but the first has been lost: those wait before all others
+        taken = set(chunk)
+        self._waiting = deque(index for index in self._waiting if index not in taken)
         return chunk
-
-    def _follows(self, last: int) -> bool:
-        """Whether the next one may be in a chunk after this one."""
-        waits = self._waiting[0]
-        return waits == last + 1 and self.group_of(waits) == self.group_of(last)
 
     def finish(self, chunk: Sequence[int]) -> None:
         self.unfinished -= len(chunk)

@@ -1,7 +1,7 @@
 """`heddle sample --workers N`: many prompts on many workers, or every clip by all of them together.
 
 Workers are Ray actors. The first of them encodes all prompts before any weights of the transformer are there; then all
-load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free; one that dies gives its
+load the checkpoint once. Apart, each takes a few prompts of one kind whenever it is free; one that dies gives its
 prompts back and is replaced. Together, all denoise every clip as one bag or two (`app.sampling.ways`) and decode its
 tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
 prompt and seed alone, to rounding, so it does not matter which worker makes it.

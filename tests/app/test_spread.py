@@ -55,7 +55,7 @@ def test_every_prompt_is_made_once_whoever_dies(total, done, limit, workers, dea
     queue, made, misfortune = PromptQueue(total, done, limit), [], list(deaths)
     while queue.unfinished:
         chunk = queue.take(workers)
-        assert 1 <= len(chunk) <= limit and chunk == list(range(chunk[0], chunk[0] + len(chunk)))
+        assert 1 <= len(chunk) <= limit and chunk == sorted(chunk)
         if misfortune and misfortune.pop():
             if queue.lose(chunk):
                 return  # three workers died of it
@@ -72,6 +72,15 @@ def test_chunks_become_smaller_to_the_end() -> None:
     while chunk := queue.take(3):
         sizes.append(len(chunk))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 10 and sizes[-6:] == [1] * 6
+
+
+def test_prompts_of_one_kind_are_given_out_together_wherever_they_stand() -> None:
+    """Large and small clips by turns, some of them finished: also of each of a lost chunk, which is tried alone."""
+    queue = PromptQueue(40, (4, 5), 4)
+    queue.group_of = lambda index: index % 2
+    assert [queue.take(2) for _ in range(2)] == [[0, 2, 6, 8], [1, 3, 7, 9]]
+    assert queue.lose([0, 2, 6, 8]) == []
+    assert [queue.take(2) for _ in range(6)] == [[0], [2], [6], [8], [10, 12, 14, 16], [11, 13, 15, 17]]
 
 
 def test_a_prompt_that_ends_three_workers_is_given_up() -> None:
