@@ -74,7 +74,7 @@ def run(
     from app.sampling.clips import ClipSettings, batch_limit
     from app.sampling.model import one_checkpoint, saved_model
     from app.sampling.ways import has_two_branches
-    from app.settings.prompt_line import PromptLine
+    from app.settings.prompt_line import text_of
     from ops.typed import ConfigError
 
     saved = saved_model(checkpoint, device=device)
@@ -84,7 +84,7 @@ def run(
     ways: list[ClipWay] = ["apart", "one bag"]
     if has_two_branches(saved.config.model.dit, settings.sampler):
         ways.append("two halves")
-    texts = [PromptLine.of(own[number % len(own)]).text for number in range(prompts)]  # all of one size
+    texts = [text_of(own[number % len(own)]) for number in range(prompts)]  # all of one size
     batch = batch_limit(settings, saved.geometry)
     job = ClipJob(checkpoint=str(one_checkpoint(checkpoint)), ema=True, device=device, settings=settings)
     with borrowed_ray(cluster, workers), tempfile.TemporaryDirectory() as folder:

@@ -152,6 +152,13 @@ def may_have_options(line: str) -> bool:
     return _OPTION.search(line) is not None or _DASH.search(line) is not None
 
 
+def text_of(line: str) -> str:
+    """The text before the options of a line, also where `PromptLine.of` refuses these, as in a run that kept it when
+    its prompts had none."""
+    starts = [found.start() for found in (_OPTION.search(line), _DASH.search(line)) if found is not None]
+    return line[: min(starts)].strip() if starts else line
+
+
 def with_pictures(line: str, place: Callable[[str], str]) -> str:
     """The line with the paths of its pictures as `place` says them. One that `PromptLine.of` refuses stays as it is."""
     try:
