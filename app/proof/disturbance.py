@@ -30,6 +30,7 @@ from app.records.tails import last_line, number_in
 from app.run.apart import ROOT
 from app.run.fault import kill_worker, seated
 from app.run.operator import answer, monitor
+from app.run.outcomes import ALL_HAPPENED
 from app.run.signals import signals_wait
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -128,7 +129,7 @@ def main(words: list[str]) -> None:
         print(f"{_DONE}after {counted(steps, 'step')}: {act.on(run)}", flush=True)
         _await_workers(run, act.then, formed)
         _await_steps(run, _steps_done(run) + apart)
-    answer(run, monitor(run).stop.remote("all that was to happen to it has"))
+    answer(run, monitor(run).stop.remote(ALL_HAPPENED))
     print(_ALL, flush=True)  # not before: if it cannot be stopped, somebody has to know
 
 

@@ -44,7 +44,7 @@ from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
-from app.run.outcomes import OUTCOME, worth_keeping
+from app.run.outcomes import ALL_HAPPENED, OUTCOME, worth_keeping
 from app.run.ray_train import trained
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig, check_read, from_here
@@ -157,6 +157,8 @@ def say(text: str, stream: TextIO) -> None:
 def last_words(outcome: Outcome, folder: Path) -> str:
     """What a run in `folder` says when it has ended. One that was stopped is no error."""
     steps = counted(outcome.last_step + 1, "step")
+    if outcome.code == Exit.RESUMABLE and outcome.reason == ALL_HAPPENED:
+        return f"{outcome.reason}. It has {steps}."
     if outcome.code == Exit.RESUMABLE:
         return f"{outcome.reason.rstrip('.')}. It has {steps}; the same command with --resume goes on from there."
     if outcome.code:

@@ -13,6 +13,7 @@ from ops.whole_file import write_whole
 log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
+ALL_HAPPENED = "all that was to happen to it has"  # why `heddle prove` ends its first run, which nobody continues
 
 
 class EndedRun(TypedDict):

@@ -18,6 +18,7 @@ from actors.outcome import Outcome
 from app.run import cluster, strategies
 from app.run import signals as module
 from app.run.launch import last_words, say
+from app.run.outcomes import ALL_HAPPENED
 from app.run.signals import STOP, RunSignals, while_ray_starts
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -221,6 +222,8 @@ def test_a_run_that_was_stopped_says_how_it_goes_on_and_is_no_error() -> None:
     """After Ctrl-C it said `error: stopped by a signal`."""
     stopped = last_words(Outcome(code=75, reason=STOP, last_step=61), Path("runs/a"))
     assert stopped == "stopped by a signal. It has 62 steps; the same command with --resume goes on from there."
+    proven = last_words(Outcome(code=75, reason=ALL_HAPPENED, last_step=61), Path("runs/a-disturbed"))
+    assert proven == "all that was to happen to it has. It has 62 steps.", "the proof goes on, not this run"
     failed = last_words(Outcome(code=1, reason="the disk is full.", last_step=3), Path("runs/a"))
     assert failed == "error: the disk is full."
     done = last_words(Outcome(code=0, reason="", last_step=3), Path("runs/my lora"))
