@@ -83,7 +83,7 @@ _unwrap_helps(app)
 
 
 def main() -> None:
-    """Console script. Ends the process with the documented exit code."""
+    """The command, imported. Ends the process with the documented exit code."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1 or debug_wanted()
     set_up_logging(debug)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from app.run.apart import is_inner, join_lifeline
-from app.run.signals import heed_no_more, unwinds_on_signal
-from app.settings.terminal import answer, debug_wanted, set_up_logging
+from app.start import ended_by_ctrl_c
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -27,11 +25,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _main() -> int:
     """The process of one run, started by `heddle train` or by a submitted job. Returns the exit code."""
-    if is_inner():
-        join_lifeline()
-    given = parse()
-    debug = debug_wanted()
-    set_up_logging(debug)
+    with ended_by_ctrl_c():
+        from app.run.apart import is_inner, join_lifeline
+        from app.run.signals import unwinds_on_signal
+        from app.settings.terminal import answer, debug_wanted, set_up_logging
+
+        if is_inner():
+            join_lifeline()
+        given = parse()
+        debug = debug_wanted()
+        set_up_logging(debug)
     try:
         with unwinds_on_signal():
             from app.run.launch import train
@@ -51,7 +54,8 @@ def _main() -> int:
 
 if __name__ == "__main__":
     code = _main()
-    heed_no_more()
     from app.run.cluster import leave
+    from app.run.signals import heed_no_more
 
+    heed_no_more()
     leave(code)
