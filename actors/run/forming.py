@@ -229,7 +229,8 @@ def first_disagreement(infos: Sequence[WorkerInfo], init_from: str | None = None
         where = ", ".join(f"{info.worker} on {info.host}" for info in lack)
         return (
             f"train.init_from {init_from} is no complete checkpoint for {where}, and the run has no state of its own "
-            f"to go on from. Put it where all nodes read it, and start again."
+            f"to go on from: steps that it has taken are lost. Put it where all nodes read it and --resume, or begin "
+            f"anew with another one (--overwrite)."
         )
     usual = Counter(info.first for info in infos).most_common(1)[0][0] if infos else ()
     others = [info for info in infos if info.first != usual]

@@ -32,6 +32,7 @@ from actors.run.relay import ENDED_S
 from actors.run.relays import Relays
 from actors.run.submitter import CACHED, Submitter
 from actors.run.waits import StepWaits
+from actors.state.checkpoint_files import FirstStateLost
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 from ops.typed import ConfigError
 
@@ -253,7 +254,7 @@ class StepRunner:
         self._submitter.forget_but(set(self._holdings.published.values()))
 
     def check_forming(self) -> None:
-        """Raise what keeps the generation from being formed: GenerationLost, PlanError or ConfigError. A worker that
+        """Raise what keeps the generation from being formed: GenerationLost, or what `refusal_of` says. A worker that
         could not form it leaves the others waiting for it in a collective."""
         if not self.forming:
             return
@@ -436,10 +437,10 @@ def by_rank(calls: Sequence[Call], ranks: int) -> list[list[Call]]:
     return found
 
 
-def refusal_of(failed: Mapping[str, BaseException]) -> PlanError | ConfigError | None:
+def refusal_of(failed: Mapping[str, BaseException]) -> PlanError | ConfigError | FirstStateLost | None:
     """What ends the run, of errors of workers that could not form a generation: a node without room for what they
-    share, or a setting that their devices cannot follow. Both would be so again."""
+    share, a setting that their devices cannot follow, or nothing to begin with. All would be so again."""
     for name, error in failed.items():
         if isinstance(error, MemoryError):
             return PlanError(f"{name} could not form the generation: {error}")
-    return next((error for error in failed.values() if isinstance(error, ConfigError)), None)
+    return next((error for error in failed.values() if isinstance(error, ConfigError | FirstStateLost)), None)

@@ -68,6 +68,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file and the remedy."""
 
 
+class FirstStateLost(CheckpointError):
+    """The checkpoint that a run without a state of its own begins with is gone."""
+
+
 # Writing ------------------------------------------------------------------------------------------------------------
 
 

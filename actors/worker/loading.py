@@ -18,7 +18,7 @@ from actors.messages import HostGpu, WorkerSettings
 from actors.plan.devices import device_speed
 from actors.plan.places import Places, chosen, number_of_chosen
 from actors.plan.types import ENCODED, MODULES, Module
-from actors.state.checkpoint_files import load
+from actors.state.checkpoint_files import CheckpointError, FirstStateLost, load
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.gpu_check import why_unusable
@@ -175,7 +175,7 @@ class FirstWeights:
 
     def source(self, dit: nn.Module, config: DiTConfig) -> Callable[[int, int], ShardState]:
         """State of any range of the flat vector; read or drawn again, once, where the DiT was trained, or rounded
-        them. A checkpoint is read when the first range is asked for; that raises CheckpointError where it is not
+        them. A checkpoint is read when the first range is asked for; that raises FirstStateLost where it is not
         whole."""
         if self._train.init_from:
             return self._learned(Path(self._train.init_from))
@@ -197,7 +197,14 @@ class FirstWeights:
 
         def shard(lo: int, hi: int) -> ShardState:
             if not whole:  # a run that has a state asks for none, and the checkpoint may be gone by then
-                whole.extend(load(checkpoint)[1])
+                try:
+                    whole.extend(load(checkpoint)[1])
+                except CheckpointError as error:
+                    raise FirstStateLost(
+                        f"train.init_from: {error} The run has no state of its own to go on from, neither a checkpoint "
+                        f"nor a whole snapshot, so the steps that it has taken are lost. Put that checkpoint back and "
+                        f"--resume, or begin anew with another one (--overwrite)."
+                    ) from None
             found = cut(whole, lo, hi)
             if self._train.init_moments:
                 return replace(found, arrays={name: found.arrays[name] for name in wanted if name in found.arrays})

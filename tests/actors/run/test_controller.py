@@ -42,6 +42,7 @@ from actors.run.controller import Controller, LookPace
 from actors.run.decode_room import DecodeRoom
 from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
+from actors.state.checkpoint_files import FirstStateLost
 from actors.state.hosts import needs_of_hosts
 from actors.state.recovery import CommitLog, Recovery
 from actors.step import Seat, StepAssignment, StepData
@@ -478,6 +479,7 @@ def test_every_generation_makes_as_many_samples_at_a_time_as_its_nodes_have_memo
     [
         (MemoryError("no room for 54,506 MiB of shared memory (gradients)"), PlanError),
         (ConfigError("train.memory.gradients: the memory of the node's GPUs cannot be used (PCIe)."), ConfigError),
+        (FirstStateLost("train.init_from: /runs/a/checkpoints/step-3 is gone."), FirstStateLost),
     ],
 )
 @pytest.mark.parametrize("first_seen", ["by itself", "behind a finish that failed"])
@@ -485,7 +487,7 @@ def test_what_no_other_generation_would_do_better_ends_the_run_at_once(
     cause: Exception, ends: type[Exception], first_seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = ray.exceptions.RayTaskError("form", "", cause)
-    workers = Workers(forms=lambda task: failed)
+    workers = Workers(forms=lambda task: failed if task.generation < 4 else None)
     if first_seen != "by itself":  # looked at when the step's own calls have failed for it
         stale = ray.exceptions.RayTaskError("finish", "", RuntimeError("the worker is in no generation"))
         for handle in workers.handles.values():

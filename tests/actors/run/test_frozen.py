@@ -19,7 +19,7 @@ from actors.pool.membership import Membership
 from actors.pool.membership_types import Arrival, Limits, LoadedWorker
 from actors.progress import Orders
 from actors.run.forming import disagreement, first_disagreement
-from actors.state.checkpoint_files import GONE, CheckpointError
+from actors.state.checkpoint_files import GONE, FirstStateLost
 from actors.worker.loading import FirstWeights, build_modules
 from actors.worker.worker import Worker
 from ops.models.config import ModelConfig
@@ -110,7 +110,7 @@ def test_a_worker_starts_without_the_checkpoint_that_its_run_began_with(
     assert worker._first_sums[-1] == ("train.init_from", GONE)
     dit, config = worker.executor.modules.dit, worker.executor.modules.config.dit
     first = worker._first.source(dit, config)  # as each generation makes it
-    with pytest.raises(CheckpointError, match="gone is gone"):
+    with pytest.raises(FirstStateLost, match=r"gone is gone.* steps that it has taken are lost\. Put that .* --resume"):
         first(0, 10)
 
 
