@@ -58,8 +58,8 @@ def host_weights_gib(model: ModelConfig, train: TrainConfig) -> float:
 
 
 def lora_files_gib(checkpoint: CheckpointConfig, model: ModelConfig) -> float:
-    """GiB of host memory, on whichever node it runs, of the task that writes the LoRA files of checkpoints of a
-    resolved model; 0 where there is none."""
+    """GiB of host memory that the task takes which writes the LoRA files of checkpoints of a resolved model, on the
+    node of the controller, which may be any; 0 where there is none."""
     if checkpoint.lora_files == "off" or not model.dit.lora_rank:
         return 0.0
     from ops.models.lora_files import writing_bytes

@@ -35,7 +35,7 @@ class HostNeed:
     uploads: float = 0.0  # pinned, of what all workers send to their GPUs
     pinned: float = 0.0  # by gradients and updates on their way between all workers' GPUs and the host
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
-    lora_files: float = 0.0  # of the task that writes those of checkpoints, on whichever node
+    lora_files: float = 0.0  # of the task that writes those of checkpoints, on the controller's node
 
     @property
     def total(self) -> float:
