@@ -46,7 +46,7 @@ from ops.counted import counted
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # the monitor answers at once, or is being started again
-_FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
+FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
 
 
 class Starts(Protocol):
@@ -152,7 +152,7 @@ class Lookout:
 
     def _failed_start(self, failed: FailedStart) -> Event:
         self._failed_starts += 1
-        if self._failed_starts >= _FAILED_STARTS:
+        if self._failed_starts >= FAILED_STARTS:
             self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {failed.why}"
         log.warning("worker %s did not start: %s", failed.worker, failed.why)
         self._monitor.remove.remote(failed.worker)  # it may have sent heartbeats

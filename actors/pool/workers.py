@@ -103,7 +103,7 @@ class Pool(ABC):
                 answer = get(reference)
             except ray.exceptions.RayError as error:
                 del self._members[member.name]
-                failed.append(FailedStart(worker=member.name, why=_cause(error), where=_where(error)))
+                failed.append(FailedStart(worker=member.name, why=cause_of(error), where=where_of(error)))
                 continue
             if isinstance(answer, FailedStart):
                 self.remove(member.name)
@@ -242,14 +242,14 @@ def kill_process(node: str, pid: int, born: str) -> None:
     end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid, born)
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """The last line of what an actor's constructor raised, or the first line of Ray's own words."""
     lines = [line.strip() for line in in_short(str(error)).strip().splitlines() if line.strip()]
     raised = [line for line in lines if ": " in line and line.split(": ")[0].endswith(("Error", "Exception"))]
     return (raised or lines or [type(error).__name__])[-1 if raised else 0]
 
 
-def _where(error: BaseException) -> HostGpu:
+def where_of(error: BaseException) -> HostGpu:
     """The node of an actor that died before it could say anything, by the address in Ray's words; of several nodes with
     that address nobody knows which."""
     told = _ADDRESS.search(str(error))

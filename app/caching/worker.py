@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from actors.config import TrainConfig, WorkersConfig
-from actors.messages import HostGpu
+from actors.messages import FailedStart, HostGpu
 from actors.plan.types import Module
 from actors.ray_calls import given_gpu, node_id
 from actors.refs import Method
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts
-from actors.worker.loading import EncoderSet, device_of
+from actors.worker.loading import EncoderSet, GpuUnusable, device_of
 from actors.worker.measure import in_halves
 from actors.worker.meter import collect
 from data.cache import Cache, EntryKind
@@ -37,6 +37,7 @@ from ops.models.first_frame import FirstFrame
 from ops.models.folders import resolve
 from ops.packed.uploads import expect
 from ops.precision import allow_tf32
+from ops.waiting import first_line
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,10 @@ class Unshared(RuntimeError):
     """The folder of the cache is another one on this worker's node."""
 
 
+class _Unloaded(RuntimeError):
+    """An encoder cannot be loaded, for the reason that is its cause."""
+
+
 class _Parts(NoMeasure):
     """Encodes as many samples at once as memory allows."""
 
@@ -95,13 +100,29 @@ class _Parts(NoMeasure):
 class FillWorker:
     """The actor, on one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "w0") -> None:
+        self.name = name
+        self._here = HostGpu(node=node_id(), host=socket.gethostname(), gpu=given_gpu())
         self._encoding = threading.Lock()  # of the device
         self._own = threading.local()  # each thread's decode process
 
-    def load(self, job: FillJob) -> None:
+    def load(self, job: FillJob) -> HostGpu | FailedStart:
+        """Where it is, or what keeps it from starting, with the place where that is, which an error of an actor does
+        not have."""
+        try:
+            self._load(job)
+        except Exception as error:
+            return self._failed(error)
+        return self._here
+
+    def _failed(self, error: Exception) -> FailedStart:
+        log.exception("worker %s does not start", self.name)
+        kind = "" if isinstance(error, GpuUnusable | Unshared) else f"{type(error).__name__}: "
+        return FailedStart(worker=self.name, why=f"{kind}{first_line(error)}", where=self._here)
+
+    def _load(self, job: FillJob) -> None:
         """Raises GpuUnusable, Unshared, and what reading the model's folders raises."""
-        here = HostGpu(node=node_id(), host=socket.gethostname(), gpu=given_gpu())
+        here = self._here
         self._job, self._cache = job, Cache(job.cache)
         if not (self._cache.root / job.sign).is_file():
             raise Unshared(
@@ -117,8 +138,16 @@ class FillWorker:
         self._encoders = self._none_made()
         self._made: Module | None = None
 
-    def fill(self, unit: FillUnit) -> FilledUnit:
-        """Make the entries of a unit that are not there. Raises DataIOError where storage fails."""
+    def fill(self, unit: FillUnit) -> FilledUnit | FailedStart:
+        """Make the entries of a unit that are not there; what keeps the encoder from being loaded is the answer. Raises
+        DataIOError where storage fails."""
+        try:
+            return self._fill(unit)
+        except _Unloaded as error:
+            assert isinstance(error.__cause__, Exception), "raised from what loading has raised"
+            return self._failed(error.__cause__)
+
+    def _fill(self, unit: FillUnit) -> FilledUnit:
         there = tuple(place for place, key in enumerate(unit.keys) if self._cache.has(unit.kind, key))
         wanted = [place for place in range(len(unit.keys)) if place not in there]
         if not wanted:
@@ -195,12 +224,16 @@ class FillWorker:
         return tuple(marked), unmarked
 
     def _host(self, module: Module) -> None:
-        """Have this encoder on the device, and no other: a device too small for both has room for one."""
+        """Have this encoder on the device, and no other: a device too small for both has room for one. Raises
+        _Unloaded."""
         if self._made == module:
             return
         self._encoders, self._made = self._none_made(), None
         collect()
-        self._encoders.ready(module)
+        try:
+            self._encoders.ready(module)
+        except Exception as error:
+            raise _Unloaded from error
         self._made = module
 
     def _none_made(self) -> EncoderSet:
@@ -211,6 +244,6 @@ class FillWorkerHandle(Protocol):
     """A `FillWorker` as the command knows it."""
 
     @property
-    def load(self) -> Method[[FillJob], None]: ...
+    def load(self) -> Method[[FillJob], HostGpu | FailedStart]: ...
     @property
-    def fill(self) -> Method[[FillUnit], FilledUnit]: ...
+    def fill(self) -> Method[[FillUnit], FilledUnit | FailedStart]: ...

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
+from actors.messages import FailedStart, HostGpu
+from actors.worker.loading import EncoderSet
 from app.bench.lab import Lab, LabRun
 from app.caching.fill import FillError, fill
 from app.caching.worker import FilledUnit, FillJob, FillUnit, FillWorker
@@ -42,7 +45,7 @@ def config_of(lab: Lab, name: str, cache: str, only: bool = False, workers: int 
 class DyingWorker(FillWorker):
     """Ends in the middle of its third unit, the first of all to come to one, and has written the others by then."""
 
-    def fill(self, unit: FillUnit) -> FilledUnit:
+    def fill(self, unit: FillUnit) -> FilledUnit | FailedStart:
         answer = super().fill(unit)
         if unit.number >= 2:
             try:
@@ -56,13 +59,41 @@ class DyingWorker(FillWorker):
 class HopelessWorker(FillWorker):
     """Ends with each unit of clips."""
 
-    def fill(self, unit: FillUnit) -> FilledUnit:
+    def fill(self, unit: FillUnit) -> FilledUnit | FailedStart:
         if unit.kind == "latents":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().fill(unit)
 
 
-def filled(config: RunConfig, workers: int, worker_class: type = FillWorker) -> tuple[CacheLook, list[FilledUnit]]:
+class LateWorker(FillWorker):
+    """Of two, the second dies when it starts, and the one in its place has no encoder."""
+
+    def load(self, job: FillJob) -> HostGpu | FailedStart:
+        if self.name == "w1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().load(job)
+
+    def _none_made(self) -> EncoderSet:
+        made = super()._none_made()
+        if self.name == "w2":
+            made.ready = no_memory  # type: ignore[method-assign]
+        return made
+
+
+def no_memory(*modules: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class UnstartedWorker(FillWorker):
+    """None of its kind starts."""
+
+    def _load(self, job: FillJob) -> None:
+        raise FileNotFoundError(f"no weights for {self.name}")
+
+
+def filled(
+    config: RunConfig, workers: int, worker_class: type = FillWorker, tell: Callable[[str], None] = lambda text: None
+) -> tuple[CacheLook, list[FilledUnit]]:
     found = look(config, cuda=False, modules=("text", "vae"))
     root = found.cache.cache.root
     root.mkdir(parents=True, exist_ok=True)
@@ -76,7 +107,7 @@ def filled(config: RunConfig, workers: int, worker_class: type = FillWorker) -> 
         sign=".sign",
     )
     options = {"num_cpus": 2.0, "num_gpus": 0.0}
-    told = fill(job, found, workers, threads=2, options=options, tell=lambda text: None, worker_class=worker_class)
+    told = fill(job, found, workers, threads=2, options=options, tell=tell, worker_class=worker_class)
     return found, [answer for _, answer in told]
 
 
@@ -101,6 +132,22 @@ def test_two_workers_of_which_one_dies_fill_the_same_bytes(lab: Lab, one: CacheL
     assert sum(len(a.kept) + len(a.there) for a in answers) == sum(one.wanted for one in found.kinds.values())
     assert any(answer.there for answer in answers), "what the dead one had written"
     assert files(lab, "two") == files(lab, "one")
+
+
+def test_workers_that_do_not_start_are_told_of_and_the_others_go_on(lab: Lab, one: CacheLook) -> None:
+    told: list[str] = []
+    filled(config_of(lab, "late", "late"), workers=2, worker_class=LateWorker, tell=told.append)
+    assert files(lab, "late") == files(lab, "one")
+    failed = [line for line in told if "did not start" in line]
+    assert ["w1" in line or "w2" in line for line in failed] == [True] * len(failed) and failed, told
+    assert "worker w1 did not start" in failed[0] and "goes on with 1 worker" in failed[0]
+    second = [line for line in failed if "worker w2 did not start" in line]
+    assert not second or "OutOfMemoryError: CUDA out of memory" in second[0]
+
+
+def test_where_no_worker_starts_the_command_ends_after_three(lab: Lab, one: CacheLook) -> None:
+    with pytest.raises(FillError, match=r"3 workers in a row failed to start, and none is left: .*no weights for w2"):
+        filled(config_of(lab, "never", "never"), workers=1, worker_class=UnstartedWorker)
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from actors.feed.feeder import Feeder
 from actors.feed.step_source import item_facts
-from actors.messages import CascadeTask, Piece
+from actors.messages import CascadeTask, FailedStart, Piece
 from actors.outcome import Exit
 from actors.plan.spared import Spared
 from actors.plan.types import Module, PlanError
@@ -28,7 +28,7 @@ from actors.step import StepItems
 from actors.worker.caching import ResultCache, host_copy
 from app.caching import command, worker
 from app.caching.fill import plans_of, unit_of
-from app.caching.worker import FilledUnit, FillJob, FillWorker, Unshared
+from app.caching.worker import FilledUnit, FillJob, FillWorker
 from app.cli import app
 from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
@@ -272,8 +272,22 @@ def test_a_worker_whose_folder_is_another_one_says_so(clips: Path, tmp_path: Pat
         clip_timeout_s=60.0,
         sign=".of-the-driver",
     )
-    with pytest.raises(Unshared, match="is not the folder that this command writes to"):
-        FillWorker().load(job)
+    answer = FillWorker().load(job)
+    assert isinstance(answer, FailedStart) and "is not the folder that this command writes to" in answer.why
+
+
+def test_a_worker_that_cannot_load_an_encoder_answers_that_it_does_not_start(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
+
+    monkeypatch.setattr(worker.EncoderSet, "ready", no_memory)
+    config = config_of(clips, tmp_path)
+    _, answers = filled(config)
+    assert {type(answer) for answer in answers} == {FailedStart}
+    assert answers[0].why == "OutOfMemoryError: CUDA out of memory. Tried to allocate"  # type: ignore[attr-defined]
+    assert len(looked(config).kinds["latents"].missing) == 10
 
 
 def test_a_batch_that_runs_out_of_memory_is_encoded_in_parts(
