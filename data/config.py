@@ -302,10 +302,14 @@ class EngineConfig:
 
     kind: Literal["ray", "pool"] = "ray"  # pool: processes of this machine, without Ray
     decoder: str = "data.decode:decode_clip"  # module:function (clip, job) -> uint8 [T, H, W, 3]; raises BadSample
-    decode_workers: int = 2  # microbatches decoded at the same time
+    # Microbatches decoded at the same time. auto: as many as the CPUs that workers leave, of a node at most 16, and one
+    # for each 4 GiB of its memory.
+    decode_workers: int | Literal["auto"] = "auto"
     decode_cpus: float = 1.0  # CPUs Ray reserves for each; a fraction shares a core with the workers
     lookahead: int = 2  # steps decoded ahead of the one that trains
-    object_store_mb: int = 512  # bound on decoded pixels that wait to be asked for; at least one microbatch does
+    # Bound on decoded pixels that wait to be asked for; at least one microbatch does. auto: a quarter of the smallest
+    # object store of a node, at most 16384.
+    object_store_mb: int | Literal["auto"] = "auto"
     window: int = 256  # microbatches per Ray Data execution; the next one starts ahead
     stall_s: float = 120.0  # no microbatch for this long: an alarm that names the awaited one
     silent_s: float = 60.0  # a feeder whose process answers nothing for this long is replaced, half of it: a warning
@@ -313,17 +317,21 @@ class EngineConfig:
     feeders: int = 1  # feeder actors; slot s of a step belongs to feeder s % feeders
 
     def __post_init__(self) -> None:
-        for name in ("decode_workers", "lookahead", "window", "feeders", "object_store_mb"):
+        given = {
+            name: most
+            for name, most in (("decode_workers", between(1, 1 << 16)), ("object_store_mb", between(1)))
+            if getattr(self, name) != "auto"
+        }
+        for name in ("lookahead", "window", "feeders", *given):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.engine.{name} {getattr(self, name)} must be at least 1.")
         check_numbers(
             "data.engine",
             self,
-            decode_workers=between(1, 1 << 16),
+            **given,
             lookahead=between(1, 1 << 16),
             window=between(1),
             feeders=between(1, 1 << 10),
-            object_store_mb=between(1),
             stall_s=above(0, SECONDS),
             silent_s=above(0, SECONDS),
             clip_timeout_s=above(0, SECONDS),

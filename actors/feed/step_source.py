@@ -7,6 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import ray
@@ -18,6 +19,7 @@ from actors.feed.feeder import Feeder
 from actors.feed.item_facts import ItemFacts
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
 from actors.plan.types import Item
+from actors.pool.room import Need
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, nodes, remote_of, unwrap, wait
 from actors.refs import Method, RayNode, Ref
@@ -26,6 +28,7 @@ from data.buckets import BatchSize
 from data.config import DataConfig
 from data.dataset.order_state import SizesRecord
 from data.engines.engine import make_engine
+from data.engines.machine import DecodeNode, asks, settled
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -290,9 +293,13 @@ def feeder_of(
     config: RuntimeConfig, model: ModelConfig, geometry: Geometry, timed: BatchSize | None = None
 ) -> Callable[[], FeederHandle]:
     """The feeder that a run's config describes; `timed` sizes the batches of buckets with a `target_s`."""
+    data = config.data
+    if asks(data.engine):
+        left = decode_nodes(nodes(), config.workers, gpu=uses_gpu(config.workers))
+        data = replace(data, engine=settled(data.engine, left))
     return actor_factory(
         Feeder,
-        config=config.data,
+        config=data,
         facts=item_facts(config.data, config.train, config.workers, model, geometry),
         seed=config.train.seed,
         run_dir=config.run_dir,
@@ -300,6 +307,17 @@ def feeder_of(
         timed=timed,
         steps=config.train.steps,
     )
+
+
+def decode_nodes(nodes: Sequence[RayNode], workers: WorkersConfig, *, gpu: bool) -> list[DecodeNode]:
+    """What the cluster's nodes leave to decoding when all workers that have room there have started."""
+    need, found, left = Need(workers.cpus_per_worker, 1.0 if gpu else 0.0), list[DecodeNode](), workers.max
+    for node in nodes:
+        if node["Alive"]:
+            here = min(left, need.capacity(node["Resources"]))
+            found.append(DecodeNode.of(node["Resources"], here * need.cpus))
+            left -= here
+    return found
 
 
 def item_facts(

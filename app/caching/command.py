@@ -37,6 +37,7 @@ from ops.counted import counted
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    from actors.pool.room import Need
     from app.caching.worker import FilledUnit, FillJob
 
 _GIB = 2**30
@@ -212,7 +213,7 @@ def _fill(config: RunConfig, found: CacheLook, ledger: Ledger) -> _Filled:
         return done
     from app.caching.fill import fill
 
-    done.workers, threads = _capacity(config), 1 + config.data.engine.decode_workers
+    done.workers, threads = _capacity(config), 1 + _decoders(config)
     said = done.began
     with _signed(config, found) as job, ProgressBar("encoding") as progress:
         answers = fill(job, found, done.workers, threads=threads, options=_resources(config))
@@ -270,11 +271,9 @@ def _file(ledger: Ledger, entries: Sequence[WantedEntry], answer: FilledUnit) ->
 
 def _capacity(config: RunConfig) -> int:
     """Workers that the cluster has room for, at most `workers.max`. Raises ConfigError where it has none."""
-    from actors.pool.room import Need
     from actors.ray_calls import nodes
 
-    resources = _resources(config)
-    need = Need(resources["num_cpus"], resources["num_gpus"])
+    need = _need(config)
     room = sum(need.capacity(node["Resources"]) for node in nodes() if node["Alive"])
     if not room:
         raise ConfigError(
@@ -282,6 +281,34 @@ def _capacity(config: RunConfig) -> int:
             f"of this Ray has room for one. Give another cluster (--cluster)."
         )
     return min(room, config.workers.max)
+
+
+def _decoders(config: RunConfig) -> int:
+    """Threads of a worker that decode and write while one encodes: `auto` is what its node leaves beside its workers
+    and what Ray reserves for it, shared among the workers there, of the node that has least."""
+    from actors.feed.step_source import decode_nodes
+    from actors.ray_calls import nodes
+    from data.engines.machine import number_of, settled
+
+    engine, need = config.data.engine, _need(config)
+    if engine.decode_workers != "auto":
+        return engine.decode_workers
+    found = []
+    for node in nodes():
+        here = min(config.workers.max, need.capacity(node["Resources"])) if node["Alive"] else 0
+        if here:
+            alone = replace(config.workers, max=here, min=1)
+            (left,) = decode_nodes([node], alone, gpu=bool(need.gpus))
+            of_node = replace(left, cpus=left.cpus + here * need.cpus)  # it decodes in what is reserved for it
+            found.append(max(1, number_of(settled(engine, [of_node]).decode_workers) // here))
+    return min(found, default=1)
+
+
+def _need(config: RunConfig) -> Need:
+    from actors.pool.room import Need
+
+    resources = _resources(config)
+    return Need(resources["num_cpus"], resources["num_gpus"])
 
 
 def _resources(config: RunConfig) -> dict[str, float]:

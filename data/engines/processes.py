@@ -13,8 +13,10 @@ from dataclasses import replace
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
+from data.engines.machine import DecodeNode, number_of, settled
 from data.ledger import LedgerRecord
 from data.types import Batch, DecodeJob, NeedsPixels
+from ops.cores import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +30,10 @@ class PoolEngine:
         self, dataset: Dataset, config: DataConfig | None = None, needs_pixels: NeedsPixels = lambda item: True
     ) -> None:
         """`needs_pixels` is asked as the work on an item begins."""
-        self.dataset, self.config, self._needs_pixels = dataset, (config or dataset.config).engine, needs_pixels
-        self.processes = [DecodeProcess() for _ in range(self.config.decode_workers)]
+        here = [DecodeNode(cpus=usable_cores())]
+        self.dataset, self._needs_pixels = dataset, needs_pixels
+        self.config = settled((config or dataset.config).engine, here)
+        self.processes = [DecodeProcess() for _ in range(number_of(self.config.decode_workers))]
         self._work: queue.Queue[tuple[DecodeJob, Future[Batch]] | None] = queue.Queue()
         self._steps: dict[int, list[Future[Batch]]] = {}
         self._threads: list[threading.Thread] = []

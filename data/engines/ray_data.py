@@ -47,6 +47,7 @@ from data.decode import decode_job
 from data.engines.blocks import fault_from_json, fault_to_json, to_block
 from data.engines.child import decode_isolated
 from data.engines.gate import Gate, GateHandle, RemoteMethod
+from data.engines.machine import DecodeNode, asks, number_of, settled
 from data.engines.placement import beside_me, elsewhere, kill
 from data.errors import DataIOError
 from data.ledger import LedgerRecord
@@ -131,7 +132,7 @@ class RayEngine:
         """`needs_pixels` is asked as the work on an item begins; `share` is (number, feeders) of an engine that is one
         of several: the first one makes the others, which decode all pixels."""
         self.dataset, self._needs_pixels = dataset, needs_pixels
-        self.config: EngineConfig = (config or dataset.config).engine
+        self.config = _settled((config or dataset.config).engine)
         self.share = share or (0, self.config.feeders)
         self._leads = share is None
         self._others: list[ShareHandle] = []
@@ -212,7 +213,7 @@ class RayEngine:
     def _ahead(self) -> int:
         """Microbatches of this engine's share decoded ahead of what is asked for, memory permitting."""
         slots = max(stage.items_per_step for stage in self.dataset.planner.stages)
-        return max(self.config.lookahead * -(-slots // self.share[1]), 2 * self.config.decode_workers)
+        return max(self.config.lookahead * -(-slots // self.share[1]), 2 * number_of(self.config.decode_workers))
 
     def _items(self, step: int) -> list[str]:
         return [item.id for item in self.dataset.step(step).items if item.slot % self.share[1] == self.share[0]]
@@ -222,6 +223,13 @@ class RayEngine:
             for item in self.dataset.step(step).items:
                 if item.slot % self.share[1] == self.share[0]:
                     yield item
+
+
+def _settled(config: EngineConfig) -> EngineConfig:
+    """With numbers for what is `auto`, by the nodes that there are now; a run has given those beside its workers."""
+    if not asks(config):
+        return config
+    return settled(config, [DecodeNode.of(node["Resources"]) for node in ray.nodes() if node["Alive"]])
 
 
 def _start_gate() -> GateHandle:
@@ -273,7 +281,7 @@ class Blocks:
         self._opened = 0
         self._failure: Exception | None = None  # what ended the stream; every later call raises it again
         # the first window is short: making its jobs is part of the wait for the first batch
-        self._windows = [self._open(min(config.window, 4 * config.decode_workers + 2 * ahead))]
+        self._windows = [self._open(min(config.window, 4 * number_of(config.decode_workers) + 2 * ahead))]
         self._admit()
 
     def next(self, item: str) -> ray.ObjectRef[object]:
@@ -326,7 +334,7 @@ class Blocks:
             item = self._coming[0]
             wanted = self._needs_pixels(item)
             size = pixel_bytes(item) if wanted else 0
-            if self._begun and sum(self._begun) + size > self._config.object_store_mb << 20:
+            if self._begun and sum(self._begun) + size > number_of(self._config.object_store_mb) << 20:
                 break
             self._coming.popleft()
             self._begun.append(size)
@@ -370,7 +378,7 @@ class DecodeWindow:
     @property
     def ends_soon(self) -> bool:
         """So few are left that decoders would idle while the next execution comes up (0.3 s)."""
-        return len(self._work) - self._taken <= 4 * self._config.decode_workers
+        return len(self._work) - self._taken <= 4 * number_of(self._config.decode_workers)
 
     def state(self) -> str:
         return f"{self._taken} of {len(self._work)} microbatches of its window are done"
@@ -413,7 +421,9 @@ class DecodeWindow:
             options = context.execution_options
             options.preserve_order = True
             # never reached: the gate bounds what waits, to the byte
-            options.resource_limits = ExecutionResources(object_store_memory=4 * self._config.object_store_mb << 20)
+            options.resource_limits = ExecutionResources(
+                object_store_memory=4 * number_of(self._config.object_store_mb) << 20
+            )
             rows = [{"number": number, "job": job} for number, job in self._work]
             jobs = ray.data.from_items(rows, override_num_blocks=len(rows))
             decode: Any = decode_block  # Ray's type for functions leaves no room for fn_kwargs
@@ -422,7 +432,7 @@ class DecodeWindow:
                 batch_size=None,
                 batch_format="numpy",
                 num_cpus=self._config.decode_cpus,
-                concurrency=self._config.decode_workers,
+                concurrency=number_of(self._config.decode_workers),
                 fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s},
                 label_selector=self._elsewhere,
             )

@@ -730,3 +730,10 @@ workers: {{device: cpu}}
     with pytest.raises(ConfigError, match=re.escape(OF_FOLDERS[setting])):
         begin(tmp_path / "run.yaml", [*more, setting])
     assert not (tmp_path / "runs").exists()
+
+
+def test_runs_for_gpus_leave_decoding_to_the_machine() -> None:
+    """A number that suits a cluster is too many processes, and more pixels than memory, on a desktop with one GPU."""
+    for path in [one for one in RUNS if one.stem.endswith("gb")]:
+        engine = RunConfig.load(path).data.engine
+        assert (engine.decode_workers, engine.object_store_mb) == ("auto", "auto"), path.name
