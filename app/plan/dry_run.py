@@ -26,6 +26,7 @@ from app.inputs.first_state import with_first_state
 from app.inputs.items import items_from_data, open_dataset
 from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
+from app.inputs.shared_cores import with_shared_cores
 from app.inputs.synthetic import make_missing
 from app.kept.wanted import cache_preview
 from app.plan.memory import need_lines, state_lines, with_room
@@ -98,15 +99,18 @@ def dry_run(
         print(cache_line)
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
+    shared, sharing = with_shared_cores(cluster, config)
     inputs = PlanInputs(
         steps=steps,
         profile=profile,
-        cluster=cluster,
+        cluster=shared,
         options=preview_options(config),
         adapts=config.planner.misfit == "adapt",
     )
     plan = planned(inputs, config.planner.strategy)
     _print_plan(config, plan, inputs)
+    if sharing:
+        print(f"          {sharing}")
     if view is not None:
         print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
     if why_not:

@@ -37,6 +37,7 @@ from app.inputs.items import batches_of, items_from_buckets, items_from_data, op
 from app.inputs.limits import largest_batches, longest_clips
 from app.inputs.memory import MemoryView, view_memory
 from app.inputs.profiles import load_profile, profile_of
+from app.inputs.shared_cores import with_shared_cores
 from app.inputs.workload import read_workload
 from app.kept.wanted import cache_preview
 from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
@@ -217,10 +218,13 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
         experts = ExpertDraw.of(model.dit, config.train, geometry)
         steps = tuple(experts.routed(number, items) for number, items in enumerate(steps))
+    shared, sharing = with_shared_cores(cluster, config)
+    if sharing:
+        print(f"note: {sharing}")
     return PlanInputs(
         steps=steps,
         profile=profile,
-        cluster=cluster,
+        cluster=shared,
         options=preview_options(config, request.budget_s),
         memory=view,
         adapts=config.planner.misfit == "adapt",

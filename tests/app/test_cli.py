@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from app.cli import main
+from app.inputs import shared_cores
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, one_line
 from app.settings.run_folder import prepare_run_dir
@@ -193,8 +194,12 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert not (small_data / "runs").exists()
 
 
-def test_a_dry_run_says_how_much_faster_the_workers_are_than_one_of_them(dry_run: Dry) -> None:
+def test_a_dry_run_says_how_much_faster_the_workers_are_than_one_of_them(
+    dry_run: Dry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cores, "usable_cores", lambda: 8)
     _, printed, _ = dry_run()
+    assert "share the" not in printed
     line = next(text for text in printed.splitlines() if "one worker alone" in text)
     found = re.search(r"alone: ([\d.]+) s per step; 3 are ([\d.]+) times as fast, (\d+)% of 3 times", line)
     assert found, line
@@ -202,6 +207,17 @@ def test_a_dry_run_says_how_much_faster_the_workers_are_than_one_of_them(dry_run
     assert alone > 0 and 1 < rate <= 3 and share == pytest.approx(100 * rate / 3, abs=1)
     _, printed, _ = dry_run("workers.max=1")
     assert "plan      cascade on 1 worker" in printed and "one worker alone" not in printed
+
+
+def test_workers_that_share_a_core_are_no_faster_together(dry_run: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It promised a third of the time of one."""
+    monkeypatch.setattr(shared_cores, "usable_cores", lambda: 1)
+    _, printed, _ = dry_run()
+    found = re.search(r"alone: [\d.]+ s per step; 3 are ([\d.]+) times as fast, (\d+)% of 3 times", printed)
+    assert found and 0.5 < float(found[1]) <= 1.0 and int(found[2]) <= 34
+    assert "3 workers share the 1 core of this machine: each counts 0.33 of one that has its own" in printed
+    _, printed, _ = dry_run("workers.cluster=1x3")
+    assert "seconds are those of CPU workers with 1 core each (workers.torch_threads)" in printed
 
 
 def test_a_dry_run_says_how_often_the_run_draws_its_samples(dry_run: Dry) -> None:
