@@ -30,6 +30,11 @@ _WORDS = {
 }
 
 
+def part_of(kind: str) -> str:
+    """What a part of such a source is called."""
+    return {"pairs": "folder", "koala": "table", "panda": "table", "manifest": "table"}.get(kind, "shard")
+
+
 def reasons_in_words(ledger: Ledger) -> dict[str, int]:
     """How many rows of the indexes are left out why, most first, with the settings that decide it."""
     found = Counter[str]()

@@ -348,7 +348,7 @@ def _print_end(found: CacheLook, done: _Filled, ledger: Ledger, out: Path) -> No
     took = f" in {done.seconds:.1f} s by {counted(done.workers, 'worker')}" if done.workers else ""
     failed = f", {done.failed:,} not written" if done.failed else ""
     print(f"cache     {kinds} new, {there:,} there already, {bad:,} bad{failed}; {size(done.num_bytes)} written{took}")
-    print_ledger(ledger)
+    print_ledger(ledger, "entries {} = good {} + bad {}")
     if bad:
         print("          of bad clips a run trains nothing; `--again` tries them once more")
     if out.exists():

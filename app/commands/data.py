@@ -79,6 +79,7 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
     """Read the headers of all samples; the next time only those of changed shards."""
     from app.data_tools.printing import index_facts, print_defaults, print_ledger, print_unread
     from app.data_tools.sources import open_indexes
+    from data.in_words import part_of
     from data.ledger import Ledger
 
     sources, limits = options.sources()
@@ -93,7 +94,8 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
     for index in indexes:
         print(
             f"{index.name}: {index.num_ok} of {len(index) + index.missing} samples usable in "
-            f"{counted(index.num_shards, 'shard')}, media of {index.coverage:.1%} found, index {index.hash}"
+            f"{counted(index.num_shards, part_of(index.config.kind))}, media of {index.coverage:.1%} found, "
+            f"index {index.hash}"
         )
     print_unread(indexes)
     print_defaults(indexes)
@@ -224,7 +226,8 @@ def convert(
     ledger.close()
     ledger.check()
     print(f"{counted(ledger.delivered, 'sample')} in {counted(len(shards), 'shard')}: {out}")
-    print_ledger(ledger)
+    print_ledger(ledger, "read {} = written {} + left out {}")
+    print("          whole files were copied as they are, not decoded; `heddle data lint` decodes them")
 
 
 @app.command()

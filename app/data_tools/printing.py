@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.in_words import part_of
 from ops.counted import counted
 
 if TYPE_CHECKING:
@@ -33,17 +34,18 @@ def index_facts(index: Index) -> dict[str, object]:
     }
 
 
-def print_ledger(ledger: Ledger) -> None:
-    """Every row and every draw accounted for, per source where there are several."""
+def print_ledger(ledger: Ledger, drawn: str = "decoded {} = good {} + bad {}") -> None:
+    """Every row and every draw accounted for, per source where there are several. `drawn` says what was done with
+    draws: how many there were, and for how many that ended well and not."""
     facts = ledger.summary()
     print(_row_counts(facts))
     for rule, count in facts["details"].items():
         print(f"  {count} {rule}")
     if facts["scheduled"]:
-        print(_draw_counts(facts))
+        print(_draw_counts(facts, drawn))
     for counts in facts["sources"] if len(facts["sources"]) > 1 else ():
-        drawn = f"; {_draw_counts(counts)}" if counts["scheduled"] else ""
-        print(f"source {counts['name']}: {_row_counts(counts)}{drawn}")
+        of_source = f"; {_draw_counts(counts, drawn)}" if counts["scheduled"] else ""
+        print(f"source {counts['name']}: {_row_counts(counts)}{of_source}")
     if facts["shard_faults"]:
         print(f"shard faults{_reasons(facts['shard_faults'])}")
     if facts["notes"]:
@@ -56,9 +58,9 @@ def _row_counts(facts: LedgerRecord | SourceRecord) -> str:
     return f"indexed {facts['indexed']} = usable {facts['planned']} + rejected {rejected}{_reasons(facts['rejected'])}"
 
 
-def _draw_counts(facts: LedgerRecord | SourceRecord) -> str:
+def _draw_counts(facts: LedgerRecord | SourceRecord, drawn: str) -> str:
     skipped = facts["skipped"]
-    return f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(skipped.values())}{_reasons(skipped)}"
+    return drawn.format(facts["scheduled"], facts["delivered"], sum(skipped.values())) + _reasons(skipped)
 
 
 def _reasons(counts: dict[str, int]) -> str:
@@ -106,7 +108,8 @@ def print_statistics(facts: SourceStatistics) -> None:
     console.print(
         f"[bold]{facts['name']}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
         f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
-        f"{facts['bytes'] / 1e6:.1f} MB in {counted(facts['shards'], 'shard')}{_reasons(facts['rejected'])}"
+        f"{facts['bytes'] / 1e6:.1f} MB in {counted(facts['shards'], part_of(facts['kind']))}"
+        f"{_reasons(facts['rejected'])}"
     )
     shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)
     for shape in facts["shapes"]:

@@ -22,6 +22,7 @@ from data import storage
 from data.config import LimitsConfig, SourceConfig
 from data.dataset.index import Index, IndexedPart
 from data.errors import DataError, DataIOError
+from data.in_words import part_of
 from data.ledger import Ledger, Reason
 from data.readers.part import VERSION, IndexPart, PartMeta, PartWriter, read_meta
 from data.readers.registry import reader_of, with_kind
@@ -156,8 +157,9 @@ def _why_empty(index: Index) -> str:
     total = len(index) + index.missing
     if not total and not reasons:
         return (
-            f"source {index.name}: nothing to train on in {index.config.path}: no sample in {index.num_shards} "
-            f"{index.config.kind} part{'s' if index.num_shards != 1 else ''}. Check data.sources path and kind."
+            f"source {index.name}: nothing to train on in {index.config.path}: no sample in "
+            f"{counted(index.num_shards, part_of(index.config.kind))} ({index.config.kind}). "
+            f"Check data.sources path and kind."
         )
     firsts: dict[str, str] = {}
     for fault in chain(index.faults(), islice(index.missing_faults(), 1)):
@@ -165,7 +167,7 @@ def _why_empty(index: Index) -> str:
         firsts.setdefault(str(fault.reason), f", first {said[:MOST_SAID]}" if said else "")
     why = "; ".join(f"{count} {reason}{firsts[reason]}" for reason, count in reasons.most_common(4))
     return (
-        f"source {index.name}: none of its {counted(total, 'sample')} in {counted(index.num_shards, 'shard')} can be "
-        f"used ({why or 'no sample is listed'}). "
+        f"source {index.name}: none of its {counted(total, 'sample')} in "
+        f"{counted(index.num_shards, part_of(index.config.kind))} can be used ({why or 'no sample is listed'}). "
         f"Check data.sources path, media and caption; `heddle data lint` lists every case."
     )

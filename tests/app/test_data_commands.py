@@ -18,7 +18,7 @@ from data.errors import DataError
 from data.ledger import Ledger
 from data.tools import convert
 from data.tools.synthetic import SynthConfig
-from tests.data.making import clip, good, sample, shard
+from tests.data.making import clip, good, picture, sample, shard
 
 RUNNER = CliRunner()
 
@@ -68,15 +68,15 @@ def test_lint_counts_every_source(folder):
     result = RUNNER.invoke(app, ["lint", "--config", str(config)])
     assert isinstance(result.exception, DataError), result.output
     lines = [line for line in result.output.splitlines() if line.startswith("source ")]
-    assert lines[0] == "source whole: indexed 6 = usable 6 + rejected 0; checked 6 = good 6 + bad 0"
+    assert lines[0] == "source whole: indexed 6 = usable 6 + rejected 0; decoded 6 = good 6 + bad 0"
     assert re.fullmatch(
-        r"source spoilt: indexed 7 = usable 6 \+ rejected 1 .*; checked 6 = good 5 \+ bad 1 .*", lines[1]
+        r"source spoilt: indexed 7 = usable 6 \+ rejected 1 .*; decoded 6 = good 5 \+ bad 1 .*", lines[1]
     )
 
 
 def test_lint_lists_what_training_would_reject(folder):
     text = run("lint", folder)
-    assert "checked 11 = good 11 + bad 0" in text
+    assert "decoded 11 = good 11 + bad 0" in text
     assert [json.loads(line)["reason"] for line in Path("bad.jsonl").read_text().splitlines()] == ["no_media"]
     spoil(folder)
     with pytest.raises(DataError, match=r"bad data: 1 shards with faults > max_bad_shards 0.*Full list: bad\.jsonl"):
@@ -129,7 +129,7 @@ data:
     text = run("lint", "--config", config)
     assert "  4 filtered(aesthetic_score >= 4.2)" in text
     assert "indexed 12 = usable 7 + rejected 5 (4 filtered, 1 no_media)" in text
-    assert "checked 7 = good 7 + bad 0" in text
+    assert "decoded 7 = good 7 + bad 0" in text
     assert "dropped   dropped.jsonl, 5 samples" in text
     lines = [json.loads(line) for line in Path("dropped.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines[:2]] == ["000000", "000001"]
@@ -220,8 +220,22 @@ def test_stats_and_convert(folder, tmp_path):
     (facts,) = json.loads(run("stats", folder, "--json"))
     assert facts["usable"] == 11 and facts["shapes"] == [{"width": 64, "height": 48, "count": 11}]
     assert "aesthetic" in run("stats", folder)
-    assert "11 samples in 3 shards" in run("convert", folder, tmp_path / "out", "--shard-samples", 5)
+    converted = run("convert", folder, tmp_path / "out", "--shard-samples", 5)
+    assert "11 samples in 3 shards" in converted
+    assert "read 11 = written 11 + left out 0" in converted and "copied as they are, not decoded" in converted
+    assert not re.search("decoded [0-9]|checked|good", converted)
     assert "11 of 11 samples usable in 3 shards" in run("index", tmp_path / "out")
+
+
+def test_a_folder_of_pairs_is_no_shard(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "a.png").write_bytes(picture(96, 64, seed=1))
+    (tmp_path / "pairs" / "a.txt").write_text("a disc")
+    assert " MB in 1 folder" in run("stats", tmp_path / "pairs")
+    assert "1 of 1 samples usable in 1 folder, media of" in run("index", tmp_path / "pairs")
+    (tmp_path / "pairs" / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"none of its 1 sample in 1 folder can be used \(1 no_caption"):
+        run("stats", tmp_path / "pairs")
 
 
 def test_a_folder_that_shards_cannot_go_to_is_refused_before_the_source_is_read(folder, monkeypatch):
