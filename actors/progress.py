@@ -71,3 +71,4 @@ class Orders:
 
     generation: int  # tasks and collectives of older generations must end now
     dump_stack: bool = False
+    at: float = 0.0  # unix seconds on the monitor's host; 0: it does not say

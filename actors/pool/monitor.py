@@ -99,7 +99,7 @@ class Monitor:
             self._seen[progress.worker] = LastHeartbeat(progress=progress, at=now, since=since)
         dump = progress.worker in self._dump
         self._dump.discard(progress.worker)
-        return Orders(generation=self._generation, dump_stack=dump)
+        return Orders(generation=self._generation, dump_stack=dump, at=time.time())
 
     def stack(self, worker: str, text: str) -> None:
         self._stacks[worker] = text

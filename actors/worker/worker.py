@@ -64,6 +64,7 @@ from actors.worker.loading import (
 )
 from actors.worker.meter import GIB, freed, keep, meter_of, peak_rss_gib
 from actors.worker.near_cores import stay_near
+from actors.worker.run_clock import CLOCK
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
@@ -576,7 +577,7 @@ class Worker:
             return None
         if max(idle.since, ended_at) > published_at:
             return None
-        return max(0.0, time.time() - published_at)  # clocks of two nodes may differ
+        return max(0.0, CLOCK.now() - published_at)  # clocks agree to some ms
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -605,7 +606,7 @@ class Worker:
 
 
 def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedResult]:
-    now = time.time()
+    now = CLOCK.now()
     return [PublishedResult(module=module, id=e.id, rows=e.rows.numpy(), ok=e.ok, at=now) for e in results]
 
 
