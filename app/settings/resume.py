@@ -17,7 +17,7 @@ from typing import Literal
 import yaml
 
 from app.settings.config import RunConfig
-from app.settings.run_folder import run_dir
+from app.settings.run_folder import CONFIG, run_dir
 from data.config import SourceConfig
 from ops.counted import counted, first_of
 from ops.models.folders import resolve
@@ -127,11 +127,17 @@ def check_resume(config: RunConfig, folder: Path | None = None, *, checkpoint: P
     if refused:
         raise ConfigError(
             f"--resume would train something else than {where}: {', '.join(map(str, refused))}. Restore "
-            f"{'it' if len(refused) == 1 else 'them'}, or start anew with another run.name or "
+            f"{'it' if len(refused) == 1 else 'them'}{_by_its_own(folder)}, or start anew with another run.name or "
             f"--overwrite.{_why_begins(refused, begins)}{_ways_on(refused, saved, checkpoint)}"
         )
     last = _yaml(folder / "config.yaml") or saved
     return [change for change in differences(last, now) if kind_of(change.key) != "free"]
+
+
+def _by_its_own(folder: Path) -> str:
+    """How a run goes on whose run file or preset has changed since."""
+    own = folder / CONFIG
+    return f", resume by the run's own settings (--config {own} --resume)" if own.is_file() else ""
 
 
 def _why_begins(refused: Sequence[Change], begins: bool) -> str:

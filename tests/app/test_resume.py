@@ -91,6 +91,17 @@ def test_another_training_is_refused_by_the_name_of_its_setting(
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_run_whose_preset_has_changed_since_is_told_to_resume_by_its_own_settings(
+    tmp_path: Path, folder: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_resume(config(tmp_path, "data.buckets.min_area=0.5"))
+    assert f"Restore it, resume by the run's own settings (--config {folder / 'config.yaml'} --resume), or" in str(
+        refused.value
+    )
+    assert check_resume(RunConfig.load(folder / "config.yaml", [])) == []
+
+
 def test_another_head_size_of_the_same_width_is_refused(tmp_path: Path, folder: Path) -> None:
     """Names and shapes of all parameters are equal, and the function is another."""
     dit = config(tmp_path).model.dit
