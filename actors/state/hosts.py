@@ -204,10 +204,20 @@ def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
     None)."""
     return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
-        f"({need.describe()}). Add memory or nodes, lower snapshot.copies, "
+        f"({need.describe()}). {_without_encoders(need)} memory or nodes, lower snapshot.copies, "
         f"{'set sample.every and validation.every to 0, ' if need.samples else ''}"
         f"{'set checkpoint.lora_files to off, ' if need.lora_files else ''}or train fewer weights "
         f"(model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]
+
+
+def _without_encoders(need: HostNeed) -> str:
+    """What to do first where encoders lie in host memory."""
+    if not need.encoders:
+        return "Add"
+    return (
+        f"Train from a cache that `heddle data cache` has filled (data.cache.only: true): without encoders it takes "
+        f"at most {need.total - need.encoders:.1f} GiB. Or add"
+    )

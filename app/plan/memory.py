@@ -39,6 +39,9 @@ def state_lines(view: MemoryView) -> list[str]:
             f"          a pass copies {copies.num_bytes / 2**30:.2f} of it to each GPU, for its forward and for its "
             f"backward: {2 * copies.way_s:.2f} s at least, at {copies.bytes_per_s / 1e9:.0f} GB/s (assumed)"
         )
+    if view.host is not None and view.host.encoders:
+        without = view.host.total - view.host.encoders
+        lines.append(f"          host memory from a cache that `heddle data cache` has filled: at most {without:.2f}")
     if view.cuda:
         lines.append(
             f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "

@@ -135,6 +135,7 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     assert re.search(
         r"host memory of a node [\d.]+ of 2048 \(two versions of the optimizer state .*, encoders [\d.]+", shown
     )
+    assert re.search(r"host memory from a cache that `heddle data cache` has filled: at most [\d.]+", shown)
     states, encoders = host_gib(shown)
     eight = tmp_path / "eight.yaml"
     eight.write_text("nodes: 8\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 2048\n")
