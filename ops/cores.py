@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 _CGROUP = Path("/sys/fs/cgroup")
 _MOST = 16  # more threads of a worker wait for memory
 
@@ -33,6 +31,8 @@ def host_threads(workers_here: int, cores: int | None = None) -> int:
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
     """A block in which this thread has PyTorch compute on the CPU with `threads` of them at least."""
+    import torch  # whoever asks for cores alone, as processes that decode, has none
+
     before = torch.get_num_threads()
     if threads <= before:
         yield

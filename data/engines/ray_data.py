@@ -132,7 +132,7 @@ class RayEngine:
         """`needs_pixels` is asked as the work on an item begins; `share` is (number, feeders) of an engine that is one
         of several: the first one makes the others, which decode all pixels."""
         self.dataset, self._needs_pixels = dataset, needs_pixels
-        self.config = _settled((config or dataset.config).engine)
+        self.config = (config or dataset.config).engine  # `start` has numbers for what is `auto`
         self.share = share or (0, self.config.feeders)
         self._leads = share is None
         self._others: list[ShareHandle] = []
@@ -144,6 +144,7 @@ class RayEngine:
 
     def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
         self._close_blocks()
+        self.config = _settled(self.config)
         gate = self._gate = _start_gate()
         if avoid != self._avoid:
             self._avoid = avoid
