@@ -12,7 +12,7 @@ from ops.counted import counted
 
 SLOW = 0.9  # of the median of GPUs of its name
 TAKEN_GIB = 2.0  # of a GPU that Ray has given: a CUDA context takes less
-CLOCK_S = 2.0  # between nodes; spans in timelines are of their own clocks
+CLOCK_S = 2.0  # between nodes; logs and Ray's timeline are of their own clocks, a run's times are not
 LEAST_FILES = 4096  # that a process may have open; Ray's own advice is 65,536
 LEAST_SHARED_GIB = 4.0  # Docker gives 64 MiB unless set otherwise
 LEAST_SHARE = 0.25  # of the memory of a small machine, whose /dev/shm is a half of it unless set otherwise
@@ -151,7 +151,7 @@ def _sizes(seen: ClusterFacts) -> Iterable[Finding]:
         fastest, slowest = max(ahead, key=ahead.__getitem__), min(ahead, key=ahead.__getitem__)
         yield Finding(
             text=f"the clock of {fastest} is {ahead[fastest] - ahead[slowest]:.1f} s ahead of that of {slowest}: "
-            f"timelines will not fit together. Run NTP",
+            f"logs and Ray's own timeline will not fit together. Run NTP",
             fatal=False,
         )
 
