@@ -37,9 +37,10 @@ from typing import Literal
 import numpy as np
 
 from data.config import CacheConfig, DataConfig
-from data.errors import DataIOError
+from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.types import Bucket, DataItem, SampleRef
+from ops.passing import UNREACHABLE
 from ops.whole_file import whole_file, write_whole
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,8 @@ class Cache:
                 raise BadSample(Reason.NOT_CACHED, f"{path} is damaged ({error}); it trains nothing") from None
             except OSError as error:
                 if not tries_left:
-                    raise DataIOError(f"{path} of the cache cannot be read: {error}. Resume when it can.") from error
+                    kind_of = DataUnreachable if error.errno in UNREACHABLE else DataIOError
+                    raise kind_of(f"{path} of the cache cannot be read: {error}. Resume when it can.") from error
                 time.sleep(_RETRY_S)
         raise AssertionError("every try returns or raises")
 

@@ -9,3 +9,7 @@ class DataError(RuntimeError):
 
 class DataIOError(RuntimeError):
     """Storage failed after retries with fresh handles. Never counted as bad data; the run stops and can be resumed."""
+
+
+class DataUnreachable(DataIOError):
+    """Storage does not answer, and may later: a run waits for it."""

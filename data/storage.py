@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 from braceexpand import braceexpand
 
-from data.errors import DataError, DataIOError
+from data.errors import DataError, DataIOError, DataUnreachable
+from ops.passing import UNREACHABLE
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +43,14 @@ REFUSED = (
 )
 GOOGLE_RETRY_S = 10  # Google's client asks again for 15 minutes by itself, without a word
 RETRY_S = 0.05  # before the second attempt; doubled before each further one, up to the longest
-REMOTE_RETRY_S, LONGEST_RETRY_S = 1.0, 10.0  # services that are busy or start again are back after seconds
+# Services that are busy or start again are back after seconds, and so are file servers (`ops.passing`).
+REMOTE_RETRY_S, LONGEST_RETRY_S = 1.0, 10.0
 # file systems of this process and the path of their root, by scheme and bucket
 _file_systems: dict[tuple[str, str], tuple[pafs.FileSystem, str]] = {}
+
+
+class _CutShort(OSError):
+    """A file has become shorter, which does not pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +127,11 @@ def _root_of(scheme: str, bucket: str) -> str:
     return f"{scheme}://{plainly}/{'?' if options else ''}{options}"
 
 
-def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:
-    """`action()` again after an OSError, up to `retries` times; DataIOError after that. `retry_s` pass before the
-    second attempt, twice as many seconds before each further one, 10 at most; where credentials were refused,
-    fractions of one. Raises DataError for a name that cannot be opened."""
+def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float | None = None) -> T:
+    """`action()` again after an OSError, up to `retries` times; then DataUnreachable where the storage may answer
+    later, else DataIOError. `retry_s` pass before the second attempt, twice as many seconds before each further one, 10
+    at most. None: a second where a file server does not answer, else fractions of one, as always where credentials were
+    refused. Raises DataError for a name that cannot be opened."""
     for attempt in range(retries + 1):
         try:
             return action()
@@ -135,8 +143,10 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
             _file_systems.clear()  # the next attempt has connections of its own, and credentials as they are by then
             why = str(error).partition(" error_info=")[0]  # what Google's client adds says all of it again
             refused = any(sign in why for sign in REFUSED)
+            # errors of PyArrow's services have no number
+            passes = not refused and not isinstance(error, _CutShort) and error.errno in (None, *UNREACHABLE)
             if attempt == retries:
-                raise DataIOError(
+                raise (DataUnreachable if passes else DataIOError)(
                     f"{what}: {why} ({retries + 1} attempts). "
                     + (
                         "Credentials of this process are missing, expired or not enough; renew them, then resume."
@@ -145,7 +155,8 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
                     )
                 ) from error
             log.warning("%s: %s; attempt %d of %d", what, why, attempt + 1, retries + 1)
-            time.sleep(min((RETRY_S if refused else retry_s) * 2**attempt, LONGEST_RETRY_S))
+            first_s = retry_s if retry_s is not None else REMOTE_RETRY_S if error.errno in UNREACHABLE else RETRY_S
+            time.sleep(min((RETRY_S if refused else first_s) * 2**attempt, LONGEST_RETRY_S))
     raise AssertionError("unreachable")
 
 
@@ -202,7 +213,7 @@ class ReadFile:
 
     def __init__(self, uri: str, retries: int = 4, *, retry_s: float | None = None) -> None:
         self.uri, self.retries = uri, retries
-        self._retry_s = retry_s if retry_s is not None else RETRY_S if is_local(uri) else REMOTE_RETRY_S
+        self._retry_s = retry_s if retry_s is not None or is_local(uri) else REMOTE_RETRY_S
         self.bytes_read = 0
         self._fd = -1
         self._remote: pa.NativeFile | None = None
@@ -279,7 +290,7 @@ class ReadFile:
         else:
             data = os.pread(self._fd, count, offset)
         if len(data) < count:
-            raise OSError(f"got {len(data)} of {count} bytes; the file had {self.size} bytes when it was opened")
+            raise _CutShort(f"got {len(data)} of {count} bytes; the file had {self.size} bytes when it was opened")
         self.bytes_read += len(data)
         if self._remote is not None and count < block:
             self._block, self._block_start = data, offset
@@ -334,10 +345,10 @@ def stat(uri: str, retries: int = 4) -> FileStat | None:
     """The file's size and time, or None if there is no such file."""
     if is_local(uri):
         try:
-            info = os.stat(local_path(uri))
+            info = retried(f"stat {uri}", lambda: os.stat(local_path(uri)), retries)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return FileStat(uri, info.st_size, info.st_mtime_ns) if not os.path.isdir(local_path(uri)) else None
+        return FileStat(uri, info.st_size, info.st_mtime_ns) if not S_ISDIR(info.st_mode) else None
     found = _about(uri, retries)
     return FileStat(uri, found.size, found.mtime_ns or 0) if found.type == pafs.FileType.File else None
 
@@ -350,7 +361,7 @@ def is_folder(uri: str) -> bool:
 
 def list_files(uri: str, recursive: bool = True) -> list[FileStat]:
     """Files of a folder by name; hidden files and folders are left out."""
-    found = _list_local(local_path(uri), recursive) if is_local(uri) else _list_remote(uri, recursive)
+    found = _list_local(uri, recursive) if is_local(uri) else _list_remote(uri, recursive)
     return sorted(found, key=lambda file: file.uri)
 
 
@@ -402,7 +413,11 @@ def name_of(uri: str) -> str:
     return uri.rstrip("/").rpartition("/")[2]
 
 
-def _list_local(folder: str, recursive: bool, above: tuple[str, ...] = ()) -> Iterator[FileStat]:
+def _list_local(uri: str, recursive: bool) -> list[FileStat]:
+    return retried(f"list {uri}", lambda: list(_files_of(local_path(uri), recursive)))
+
+
+def _files_of(folder: str, recursive: bool, above: tuple[str, ...] = ()) -> Iterator[FileStat]:
     above = (*above, os.path.realpath(folder))  # linked folders are followed, but not in a circle
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -410,7 +425,7 @@ def _list_local(folder: str, recursive: bool, above: tuple[str, ...] = ()) -> It
                 continue
             if entry.is_dir():
                 if recursive and not (entry.is_symlink() and os.path.realpath(entry.path) in above):
-                    yield from _list_local(entry.path, recursive, above)
+                    yield from _files_of(entry.path, recursive, above)
             elif entry.is_file():
                 info = entry.stat()
                 yield FileStat(entry.path, info.st_size, info.st_mtime_ns)

@@ -30,6 +30,7 @@ from data.dataset.order_state import SizesRecord
 from data.engines.engine import make_engine
 from data.engines.machine import DecodeNode, asks, settled
 from data.engines.placement import beside_me
+from data.errors import DataUnreachable
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -103,10 +104,12 @@ class StepSource:
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder gets all of them
         self._furthest = -1  # the last step that any feeder was asked for
+        self._unread: DataUnreachable | None = None  # what kept the last `open` from its data
 
     def open(self, first_step: int, token: Position | None = None) -> DataCounts:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
-        the data is not that of the checkpoint whose `token` is given.
+        the data is not that of the checkpoint whose `token` is given, and DataIOError. Where that is DataUnreachable,
+        `has` raises it as well: whoever cannot wait here may leave it to the next step.
 
         `token` may stand before `first_step`; the exact position goes before it where this object has seen it.
         """
@@ -117,9 +120,13 @@ class StepSource:
         if token is not None and token["step"] == first_step:
             self._positions.setdefault(first_step, token)
         token = self._positions.get(first_step, token)
+        self._unread = None
         for attempt in range(_STARTS):
             try:
                 return self._open(first_step, token)
+            except DataUnreachable as error:
+                self._unread = error
+                raise
             except (*GONE, Silent) as error:
                 log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
         raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
@@ -155,6 +162,8 @@ class StepSource:
         Raises DataError or DataIOError as soon as one of them has failed, whatever became of the other, and DataLost
         when the feeder is gone or has been silent for too long.
         """
+        if self._unread is not None:
+            raise self._unread
         for wanted in (step, step + 1):
             self.request(wanted)
         asked = [known[s] for s in (step, step + 1) for known in (self._items, self._batches) if s in known]

@@ -152,8 +152,8 @@ class Boundary:
 class Break:
     """A collective or a formation of this generation failed, with or without a known death.
 
-    `learned`: the next plan avoids what broke it, so it does not count among the breaks that end a run; nor does one
-    by nodes that are `apart`, as the next generation has not all of them.
+    `learned`: the next one goes on without what broke it, so it does not count among the breaks that end a run; nor
+    does one by nodes that are `apart`, as the next generation has not all of them.
     """
 
     generation: int

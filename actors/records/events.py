@@ -662,6 +662,31 @@ class StorageBack(RunEvent, event="storage_back"):
         return f"the run's files can be written again, after {self.seconds:.0f} s"
 
 
+class DataAwaited(RunEvent, event="data_unreachable", disturbs=True):
+    """Storage of the data does not answer: no further step is begun until it does."""
+
+    step: int
+    why: str
+    seconds: float  # until now
+    longest_s: float
+
+    def describe(self) -> str:
+        since = f", for {self.seconds:.0f} s by now" if self.seconds else ""
+        return (
+            f"step {self.step} waits for its clips{since}: {self.why}. Training goes on by itself as soon as they can "
+            f"be read; after {self.longest_s / 3600:g} h the run ends"
+        )
+
+
+class DataBack(RunEvent, event="data_back"):
+    """The data can be read again."""
+
+    seconds: float
+
+    def describe(self) -> str:
+        return f"the data can be read again, after {self.seconds:.0f} s"
+
+
 class KeepersRepaired(RunEvent, event="keepers_repaired"):
     """Keepers are replaced once more since the last commit."""
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import ray
@@ -30,6 +31,7 @@ from actors.run.step_metrics import StepAccount
 from actors.state.recovery import CommitLog, Recovery
 from actors.state.run_state import RunState, StuckCommit
 from actors.step import CollectedStep, GenerationLost, Seat
+from data.errors import DataUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +181,10 @@ class Committer:
     def reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
         self.events.tell(FeederLost(why=why))
+        self.try_data()
+
+    def try_data(self) -> None:
+        """The same where the data could not be read; whether it can be now, `source.has` says."""
         self._open_data()
 
     def outcome(self, code: int, reason: str) -> Outcome:
@@ -277,7 +283,8 @@ class Committer:
             one.waiting, one.since = [] if one.copying else list(held), time.monotonic()
 
     def _open_data(self) -> None:
-        self.source.open(self.committed + 1, self.state.data_token(self.committed))
+        with suppress(DataUnreachable):  # the next step asks for its data, and waits
+            self.source.open(self.committed + 1, self.state.data_token(self.committed))
 
 
 def _check_copied(reference: Ref[None], worker: str) -> None:

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from actors.config import RuntimeConfig
-from actors.feed.step_source import StepSource
+from actors.feed.step_source import DataCounts, StepSource
 from actors.garbage import rare_garbage_collection
 from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues
 from actors.plan.types import PlanError
@@ -27,6 +27,7 @@ from actors.pool.membership_types import Boundary, Break, Starvation, Tick
 from actors.records.events import RunStarted, RunStopping, SamplesDropped, SpeedsLearned
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
+from actors.run.data_wait import DataWait
 from actors.run.decode_room import DecodeRoom
 from actors.run.ending import Ending
 from actors.run.generations import GenerationManager
@@ -38,6 +39,7 @@ from actors.run.step_pace import StepPace
 from actors.run.steps import StepRunner
 from actors.state.run_state import RunState
 from actors.step import CollectedStep, DataLost, GenerationLost
+from data.errors import DataUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Controller:
     _collect_s: float = 0.0  # CPU seconds of the last `collect` that found no step to have ended
 
     def __post_init__(self) -> None:
+        self._data_wait = DataWait(self.events.tell, self.committer.say)
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
         self._decode_room = DecodeRoom(self.config.data.engine, self.config.workers.cpus_per_worker, self.events.tell)
 
@@ -143,8 +146,8 @@ class Controller:
         origin = self.state.first(self.committer.listener.newest_line())
         self.committer.restart(origin.step if origin is not None else -1)
         self._look()  # workers start while the data is opened
+        accounting = self._open_data(waits=origin is not None)
         first = self.committer.committed + 1
-        accounting = self.source.open(first, self.state.data_token(self.committer.committed))
         if (dropped := SamplesDropped.of(accounting)) is not None:
             self.events.tell(dropped)
         learned = self.config.train.init_from
@@ -152,6 +155,24 @@ class Controller:
         where = new if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
         self.committer.account.begin(time.monotonic())
+
+    def _open_data(self, *, waits: bool) -> DataCounts:
+        """Returns the data set's accounting. A run that starts for the first time does not wait for its storage: who
+        has started it looks on."""
+        while True:
+            committed = self.committer.committed  # a generation that forms meanwhile may go back
+            try:
+                accounting = self.source.open(committed + 1, self.state.data_token(committed))
+            except DataUnreachable as error:
+                if not waits:
+                    raise
+                self._data_wait.failed(committed + 1, error, time.monotonic())
+                while not self._data_wait.is_due(time.monotonic()):
+                    self._look()
+                    time.sleep(self.look_pace.least_s)
+            else:
+                self._data_wait.tried()
+                return accounting
 
     # -- one round: look, dispatch, collect, commit --------------------------------------------------------------------
 
@@ -209,6 +230,9 @@ class Controller:
                 runner.end_hanging_relays()  # a commit may wait for one, and no step does
                 runner.take_up_relays()
                 self._at_boundary(runner)
+                self._try_data()
+        except DataUnreachable as error:
+            self._data_wait.failed(runner.next_step, error, time.monotonic())
         except GenerationLost as lost:
             self.generations.lost(lost)
         except DataLost as error:
@@ -223,6 +247,7 @@ class Controller:
             and not self.generations.view.change_pending
             and not self._stop_by
             and not self._has_unrecorded
+            and not self._data_wait.closed
             and not runner.awaits_quiet
             and self.committer.num_open < _STEPS_AHEAD
         ):
@@ -234,6 +259,10 @@ class Controller:
                 self.step_pace.waited_for_data(waited_s)
             if self._starvation_changed(is_fed=ready or bool(runner.running)) or not ready:
                 return
+            if self._data_wait.came(runner.next_step, time.monotonic()):
+                why = "the data was opened anew"  # `learned`: however often it is, no worker is the cause
+                self.generations.observe(Break(generation=runner.generation, reason=why, learned=True))
+                return
             try:
                 step = runner.dispatch()
             except PlanError as error:
@@ -244,6 +273,13 @@ class Controller:
             self.generations.dispatched(runner.running)
             self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
+
+    def _try_data(self) -> None:
+        """Nothing runs, and the data could not be read: open it anew once that is due. Steps that are finished come
+        first, as their data goes with the feeder."""
+        if not self.committer.num_open and self._data_wait.is_due(time.monotonic()):
+            self._data_wait.tried()
+            self.committer.try_data()
 
     def _starvation_changed(self, *, is_fed: bool) -> bool:
         """Tell the membership when the next step's clips cannot be decoded any more for want of a CPU, or can again.

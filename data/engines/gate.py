@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
+from data.errors import DataIOError
+
 if TYPE_CHECKING:
     from ray import ObjectRef
 
@@ -30,11 +32,11 @@ class GateHandle(Protocol):
     @property
     def end(self) -> RemoteMethod[[str, list[str]], None]: ...
     @property
-    def fail(self) -> RemoteMethod[[str], None]: ...
+    def fail(self) -> RemoteMethod[[DataIOError | ValueError], None]: ...
     @property
     def take_faults(self) -> RemoteMethod[[list[str]], list[str]]: ...
     @property
-    def failure(self) -> RemoteMethod[[], str]: ...
+    def failure(self) -> RemoteMethod[[], DataIOError | None]: ...
 
 
 class Gate:
@@ -48,7 +50,7 @@ class Gate:
         self._begun: dict[str, int] = {}
         self._faults: dict[str, list[str]] = {}
         self._without_pixels: set[str] = set()
-        self._failure = ""
+        self._failure: DataIOError | None = None
         self._open = 0
         self._dismissed = False
         self._changed = asyncio.Condition()
@@ -83,11 +85,11 @@ class Gate:
         if faults:
             self._faults[item] = faults
 
-    def fail(self, message: str) -> None:
-        self._failure = message
+    def fail(self, error: DataIOError | ValueError) -> None:
+        self._failure = error if isinstance(error, DataIOError) else DataIOError(str(error))
 
     def take_faults(self, items: list[str]) -> list[str]:
         return [fault for item in items for fault in self._faults.pop(item, [])]
 
-    def failure(self) -> str:
+    def failure(self) -> DataIOError | None:
         return self._failure

@@ -95,7 +95,7 @@ def decode_block(rows: JobColumns, gate: GateHandle, clip_timeout_s: float) -> p
             with ends_within(clip_timeout_s * len(job.clips)):
                 batch = decode_job(job)
     except (DataIOError, ValueError) as error:  # ValueError: a decoder that cannot be imported
-        ray.get(gate.fail.remote(str(error)))
+        ray.get(gate.fail.remote(error.with_traceback(None)))
         raise
     told = gate.end.remote(job.item, [fault_to_json(fault) for fault in batch.faults])
     if batch.faults:  # the one that gets the block asks the gate for them
@@ -348,7 +348,7 @@ class Blocks:
     def _named(self, error: BaseException, item: str) -> Exception:
         """Ray reports what a task raised as an error of its own; the tasks said before what it was."""
         failure = ray.get(self._gate.failure.remote())
-        return DataIOError(failure) if failure else RuntimeError(f"Ray Data failed at or after item {item}: {error}")
+        return failure or RuntimeError(f"Ray Data failed at or after item {item}: {error}")
 
 
 def pixel_bytes(item: DataItem) -> int:

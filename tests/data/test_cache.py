@@ -12,7 +12,7 @@ import pytest
 from data.cache import Cache, CacheWriter, Listing, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
 from data.decode import DECODE_VERSION
-from data.errors import DataIOError
+from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.types import Bucket, DataItem, DecodeJob, SampleRef
 
@@ -285,7 +285,7 @@ def test_storage_that_fails_is_no_fault_of_a_sample(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as broken:
         broken.setattr(Path, "read_bytes", refused)
-        with pytest.raises(DataIOError, match="Input/output error"):
+        with pytest.raises(DataUnreachable, match="Input/output error"):
             store.take("text", key, range(5), 8)
     assert len(tries) > 1
     assert len(store.take("text", key, range(5), 8)) == 4

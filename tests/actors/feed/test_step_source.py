@@ -10,7 +10,7 @@ import ray
 
 from actors.plan.types import Item
 from actors.step import DataLost, DrawnItem, StepBatches, StepItems
-from data.errors import DataIOError
+from data.errors import DataIOError, DataUnreachable
 from tests.actors.fakes import Handle, source_of
 
 
@@ -45,6 +45,21 @@ def test_storage_that_fails_keeps_its_name_on_the_way_to_the_controller(monkeypa
     monkeypatch.setattr(ray, "get", failing(failed))
     with pytest.raises(DataIOError, match="no answer"):
         source_of(Handle()).token(3)
+
+
+def test_data_that_could_not_be_opened_is_told_of_again_by_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opens it while a generation forms cannot wait there."""
+    failed = ray.exceptions.RayTaskError("start", "traceback", DataUnreachable("stat /nfs/0.tar: no answer"))
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (asked, []))
+    monkeypatch.setattr(ray, "get", failing(failed))
+    monkeypatch.setattr(ray, "kill", lambda handle, no_restart: None)
+    source = source_of(Handle(start=lambda *given: "started"))
+    for call in (lambda: source.open(3), lambda: source.has(3)):
+        with pytest.raises(DataUnreachable, match="no answer"):
+            call()
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
+    source.open(3)
+    assert source.has(3)
 
 
 def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hangs(

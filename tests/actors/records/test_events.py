@@ -147,7 +147,7 @@ def test_a_misspelt_or_missing_detail_is_an_error_where_the_event_is_made() -> N
 def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
     assert {name for name, kind in KINDS.items() if kind.disturbs} == {
         "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost",
-        "memory", "decode_wait", "storage_wait",
+        "memory", "decode_wait", "storage_wait", "data_unreachable",
     }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Arrival, Event, LeaveNotice, Limits, LoadedWorker, Starvation
 from actors.records.events import (
+    DataAwaited,
+    DataBack,
     DecodingAwaited,
     GenerationEnded,
     GenerationFormed,
@@ -46,6 +48,7 @@ from actors.state.checkpoint_files import FirstStateLost
 from actors.state.hosts import needs_of_hosts
 from actors.state.recovery import CommitLog, Recovery
 from actors.step import Seat, StepAssignment, StepData
+from data.errors import DataIOError, DataUnreachable
 from ops.geometry import Geometry
 from ops.typed import ConfigError
 from tests.actors.fakes import Handle, Listening, Remote, StateHere, config_of, controller_of, pool_here, step_items
@@ -139,8 +142,8 @@ class Planning:
 class Held(StateHere):
     """Every step is held as soon as it is finished; nothing is on disk before the end."""
 
-    def __init__(self) -> None:
-        super().__init__(-1, STEPS - 1, first=-1)
+    def __init__(self, first: int = -1) -> None:
+        super().__init__(-1, STEPS - 1, first=first)
         self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}", hold=lambda snapshots, relays: [])
         self.recovered: list[int] = []
         self.taken_over: list[tuple[tuple[str, ...], int]] = []  # (workers, step)
@@ -230,9 +233,11 @@ class Run:
         wait_s: float = 120.0,
         cluster: Cluster | None = None,
         listener: Callable[[Run], Listening] = lambda run: Listening(),
+        source: Source | None = None,
+        first: int = -1,
     ) -> None:
         self.listener = listener(self)
-        self.source, self.state, self.planner = Source(), Held(), Planning()
+        self.source, self.state, self.planner = source or Source(), Held(first), Planning()
         coming: dict[int, list[Event]] = later or {}
         up: list[Event] = [Arrival(worker=n, node=workers.info(f"w{n}").node) for n in (0, 1)]
         up += [LoadedWorker(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
@@ -371,6 +376,74 @@ def test_a_run_on_a_full_disk_finishes_what_is_under_way_and_goes_on_when_there_
     assert len(run.told(StorageAwaited)) == len(run.told(StorageBack)) == 1 and len(run.told(GenerationFormed)) == 1
 
 
+class SilentStorage(Source):
+    """Step 3 cannot be read before the feeder has been opened `opens` times; nor can the data be opened before, where
+    `shut` says so."""
+
+    def __init__(self, opens: int, error: Exception, *, shut: bool = False) -> None:
+        super().__init__()
+        self._opens, self._error, self._shut = opens, error, shut
+
+    def open(self, first_step: int, token: object) -> dict[str, Any]:
+        super().open(first_step, token)
+        if self._shut and len(self.opened) < self._opens:
+            raise self._error
+        return {}
+
+    def has(self, step: int, timeout_s: float) -> bool:
+        if step == 3 and len(self.opened) < self._opens:
+            raise self._error
+        return super().has(step, timeout_s)
+
+
+@pytest.fixture
+def without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.run.data_wait._TRY_S", 0.0)
+
+
+EIO = DataUnreachable("read /nfs/0.tar at 512: Input/output error (5 attempts)")
+
+
+@pytest.mark.usefixtures("without_pause")
+def test_a_run_whose_data_does_not_answer_finishes_what_is_under_way_and_goes_on_when_it_does() -> None:
+    run = Run(Workers(), source=SilentStorage(4, EIO))
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)), "each step counts once"
+    assert run.source.opened == [0, 3, 3, 3] and run.state.recovered == [-1, 2], "all before it counted first"
+    (awaited,), (back,) = run.told(DataAwaited), run.told(DataBack)
+    assert awaited.step == 3 and "/nfs/0.tar" in awaited.why and back.seconds < 60
+    assert [event.from_step for event in run.told(GenerationFormed)] == [0, 3]
+
+
+@pytest.mark.usefixtures("without_pause")
+def test_a_worker_that_dies_while_the_data_does_not_answer_is_no_matter() -> None:
+    workers = Workers(dies=lambda name, step: (name, step) == ("w1", 2))
+    run = Run(workers, source=SilentStorage(5, EIO))
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS))
+    assert len(run.told(WorkerDied)) == len(run.told(DataAwaited)) == len(run.told(DataBack)) == 1
+
+
+@pytest.mark.parametrize("error", [DataIOError("0.tar is gone since it was indexed"), EIO])
+def test_data_that_is_lost_or_does_not_answer_for_too_long_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("actors.run.data_wait._LONGEST_S", 0.2)
+    monkeypatch.setattr("actors.run.data_wait._TRY_S", 0.01)
+    before = time.monotonic()
+    with pytest.raises(type(error)):
+        Run(Workers(), source=SilentStorage(10**6, error))
+    assert (time.monotonic() - before > 0.2) == (error is EIO)
+
+
+@pytest.mark.usefixtures("without_pause")
+def test_a_run_that_is_continued_waits_for_its_data_and_one_that_begins_does_not() -> None:
+    run = Run(Workers(), source=SilentStorage(3, EIO, shut=True), first=1)
+    assert run.outcome.code == 0 and run.listener.steps == [2, 3, 4, 5] and run.source.opened == [2, 2, 2]
+    (started,) = run.told(RunStarted)
+    assert started.from_step == 2 and len(run.told(DataAwaited)) == 1 == len(run.told(DataBack))
+    with pytest.raises(DataUnreachable):
+        Run(Workers(), source=SilentStorage(3, EIO, shut=True))
+
+
 @pytest.mark.usefixtures("at_once")
 def test_a_worker_that_dies_while_nothing_can_be_recorded_costs_the_steps_that_did_not_count() -> None:
     workers = Workers(dies=lambda name, step: (name, step) == ("w1", 3))
@@ -441,6 +514,7 @@ def test_a_relay_that_hangs_is_ended_also_while_only_a_commit_waits_for_it() -> 
         committer=SimpleNamespace(settle=lambda world, quiet, timeout_s: None),
         _dispatch=lambda runner: None,
         _at_boundary=lambda runner: None,
+        _try_data=lambda: None,
     )
     Controller._advance(controller)  # type: ignore[arg-type]
     assert lost == ["a", "b"]
