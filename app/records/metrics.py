@@ -201,6 +201,10 @@ class Metrics:
         if isinstance(event, ALERTS):
             self._trackers.alert(event)
 
+    def end(self, code: int) -> None:
+        """The run has ended with this exit code."""
+        self._trackers.end(code)
+
     def close(self) -> None:
         self._workers.close()
         self._steps.close()

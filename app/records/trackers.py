@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.names import label_of
+from actors.outcome import Exit
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -47,6 +48,7 @@ _TITLE_LENGTH = 63  # W&B's limit
 _OPENING_S = 0.5  # that the run waits for a service that is tried again
 _REST_S, _LONGEST_REST_S = 60.0, 3600.0  # of a tracker that has failed, each twice as long as the one before
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+SETTINGS = (("run/steps", "train", "steps"),)  # gauges that stand: tag, section, name
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
 
@@ -83,6 +85,9 @@ class Tracker(Protocol):
 
     def forget(self, step: int) -> None:
         """This step and later ones are computed again."""
+
+    def end(self, code: int) -> None:
+        """The run has ended with this exit code; `close` comes next."""
 
     def close(self) -> None: ...
 
@@ -153,6 +158,9 @@ class TensorBoardTracker:
         self.close()
         self._writer = self._open(step)
 
+    def end(self, code: int) -> None:
+        """It has no place for it."""
+
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -174,6 +182,7 @@ class WandbTracker:
             known.write_text(uuid.uuid4().hex[:12])
         wanted, has_key = os.environ.get("WANDB_MODE"), bool(wandb.api.api_key)
         self.quiet = "" if wanted or has_key else _no_key(folder)
+        self._code = int(Exit.OK)
         # a Literal of wandb's, which refuses other words itself
         mode: Any = wanted or ("online" if has_key else "offline")
         self._run = wandb.init(
@@ -209,8 +218,13 @@ class WandbTracker:
     def forget(self, step: int) -> None:
         """This tracker has no way to forget a step."""
 
+    def end(self, code: int) -> None:
+        self._code = code
+        if code == Exit.RESUMABLE:
+            self._run.mark_preempting()  # it then counts as preempted, not as failed
+
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=self._code)
 
 
 def without_secrets(text: str) -> str:
@@ -248,6 +262,7 @@ class MlflowTracker:
             uri = (folder.absolute() / "mlruns").as_uri()
         from mlflow.tracking import MlflowClient
 
+        self._status = "FINISHED"
         self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         known = folder / MLFLOW_ID
         if known.exists():
@@ -287,8 +302,11 @@ class MlflowTracker:
     def forget(self, step: int) -> None:
         """This tracker has no way to forget a step."""
 
+    def end(self, code: int) -> None:
+        self._status = {Exit.OK: "FINISHED", Exit.RESUMABLE: "KILLED"}.get(Exit(code), "FAILED")
+
     def close(self) -> None:
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self._run, status=self._status)
 
 
 def flat(config: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
@@ -308,7 +326,7 @@ class RayTracker:
     A worker that has left is 0 once, and is then forgotten. In a process without Ray nothing collects them.
 
     Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
-    whose steps are longer, or do not come, is seen as long as its process lives.
+    whose steps are longer, or do not come, is seen as long as its process lives. `heddle_run_steps` is train.steps.
     """
 
     quiet = ""
@@ -320,6 +338,10 @@ class RayTracker:
         self._latest = -1
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str], float] = {}  # of (gauge, label)
+        for tag, section, name in SETTINGS:
+            found = config.get(section)
+            if isinstance(found, Mapping) and name in found:
+                self._values[gauge_of(tag)] = float(found[name])
         self._closed = threading.Event()
         self._repeats: threading.Thread | None = None
 
@@ -342,10 +364,6 @@ class RayTracker:
         self._labels |= labels
 
     def _set(self, name: str, label: str, value: float) -> None:
-        from ray.util.metrics import Gauge
-
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, description="Heddle: see docs/records.md, Metrics", tag_keys=("run", "of"))
         with self._lock:
             self._values[name, label_of(label)] = value
             self._send(name, label_of(label), value)
@@ -360,6 +378,10 @@ class RayTracker:
             self._send(name, label_of(label), 0.0)
 
     def _send(self, name: str, label: str, value: float) -> None:
+        from ray.util.metrics import Gauge
+
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, description="Heddle: see docs/records.md, Metrics", tag_keys=("run", "of"))
         self._gauges[name].set(value, tags={"run": self._run, "of": label})
 
     def _set_again(self) -> None:
@@ -384,6 +406,9 @@ class RayTracker:
     def forget(self, step: int) -> None:
         """Gauges show the present alone."""
         self._latest = step - 1
+
+    def end(self, code: int) -> None:
+        """A gauge that is set now may not be exported any more: HeddleUnfinished looks at what is missing."""
 
     def close(self) -> None:
         self._closed.set()
@@ -503,6 +528,9 @@ class Trackers:
                 self._opening[name] = opening
         self._open[name] = tracker
         return tracker
+
+    def end(self, code: int) -> None:
+        self._all(lambda tracker: tracker.end(code))
 
     def close(self) -> None:
         for name, tracker in self._open.items():

@@ -118,16 +118,26 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
             for event in missing:
                 recorder.on_event(replace(event, time=time.time()))
             runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])
-            controller = start_controller(runtime, recorder, asides=asides)
-            outcome = controller.train()
+            try:
+                controller = start_controller(runtime, recorder, asides=asides)
+                outcome = controller.train()
+            except Exception as error:
+                if not continues(error) and not isinstance(error, Superseded):
+                    recorder.ended(_outcome_of(error, folder))
+                raise
+            recorder.ended(outcome)
             left = controller.left
     except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason
         if continues(error) or isinstance(error, Superseded):
             raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         log.exception("the controller failed")
         left = controller.left if controller is not None else rescue(runtime_config(config, folder))
-        outcome = Outcome(code=code_of(error, folder), reason=_reason_of(error, folder), last_step=-1)
+        outcome = _outcome_of(error, folder)
     return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
+
+
+def _outcome_of(error: Exception, folder: Path) -> Outcome:
+    return Outcome(code=code_of(error, folder), reason=_reason_of(error, folder), last_step=-1)
 
 
 def code_of(error: Exception, folder: Path) -> int:

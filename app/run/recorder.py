@@ -13,8 +13,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from actors.outcome import NotRecorded, Superseded
-from actors.records.events import EnvironmentSeen, HeldOutMeasured, RunEvent, RunFinished, SamplesMade, SettingsChanged
+from actors.outcome import Exit, NotRecorded, Outcome, Superseded
+from actors.records.events import (
+    EnvironmentSeen,
+    HeldOutMeasured,
+    RunEvent,
+    RunFailed,
+    RunFinished,
+    SamplesMade,
+    SettingsChanged,
+)
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
@@ -86,6 +94,8 @@ class Recorder:
         self._unwritten: deque[str] = deque(maxlen=_EVENTS)  # events
         self._timed: StepMetrics | None = None  # the newest step that is in the timeline
         self._finished = False  # all steps are done
+        self._failed = False  # RunFailed was told
+        self._code = int(Exit.OK)  # of the run, as far as known
 
     def __enter__(self) -> Recorder:
         for event in self._metrics.quiet():
@@ -97,7 +107,18 @@ class Recorder:
             if not any(exception):
                 self._end_lora()
         finally:
+            self._metrics.end(self._code or (Exit.FAILURE if any(exception) else Exit.OK))
             self._close()
+
+    def ended(self, outcome: Outcome) -> None:
+        """This is how the run has ended. A failure is told, unless it was already."""
+        self._code = outcome.code
+        if outcome.code not in (Exit.FAILURE, Exit.PLAN, Exit.DATA) or self._failed:
+            return
+        try:
+            self.on_event(RunFailed(time=time.time(), why=outcome.reason, code=outcome.code))
+        except Exception:  # the error that is told of may be the same
+            log.exception("the end is not in %s", self._events.path.name)
 
     def _end_lora(self) -> None:
         try:
@@ -159,6 +180,7 @@ class Recorder:
 
     def on_event(self, event: RunEvent) -> None:
         self._guard()
+        self._failed = self._failed or isinstance(event, RunFailed)
         if isinstance(event, RunFinished):
             self._finished = True
             with suppress(NotRecorded), _told(self._run_dir):

@@ -13,7 +13,7 @@ import yaml
 from actors.records.events import KINDS
 from app.records.alerts import ALERTS
 from app.records.metrics import TAGS
-from app.records.trackers import EVENT_TIME, gauge_of
+from app.records.trackers import EVENT_TIME, SETTINGS, gauge_of
 
 RULES = Path(__file__).parents[2] / "docker" / "prometheus" / "heddle.rules.yaml"
 
@@ -25,6 +25,7 @@ def rules() -> dict[str, str]:
 
 def test_alerts_ask_for_gauges_and_events_that_there_are() -> None:
     gauges = {gauge_of(tag)[0] for tag in TAGS.values()} | {"heddle_step", EVENT_TIME}
+    gauges |= {gauge_of(tag)[0] for tag, *_ in SETTINGS}
     for name, asked in rules().items():
         assert set(re.findall(r"ray_(heddle_\w+)", asked)) <= gauges, name
         assert set(re.findall(r'of!?="(\w+)"', asked)) <= {kind.event for kind in ALERTS}, name
@@ -41,6 +42,7 @@ def series(name: str, values: str, of: str = "", worker: str = "a1") -> dict[str
 
 
 STEPS = series("heddle_step", "0+1x180")
+WANTED = series("heddle_run_steps", "1000+0x10 stale")
 # what Prometheus saw once a minute, when it is asked, and whether the alert fires then
 CASES = {
     "HeddleNoStep stands": ("HeddleNoStep", [series("heddle_step", "0+1x10 10+0x60")], "60m", True),
@@ -65,6 +67,27 @@ CASES = {
         "HeddleEnded",
         [series("heddle_step", "0+1x10 stale"), series("heddle_step", "_x16 11+1x20", worker="b2")],
         "22m",
+        False,
+    ),
+    "HeddleUnfinished": ("HeddleUnfinished", [series("heddle_step", "0+1x10 stale"), WANTED], "30m", True),
+    "HeddleUnfinished since days": ("HeddleUnfinished", [series("heddle_step", "0+1x10 stale"), WANTED], "60h", True),
+    "HeddleUnfinished goes on": ("HeddleUnfinished", [series("heddle_step", "0+1x60"), WANTED], "30m", False),
+    "HeddleUnfinished is started again": (
+        "HeddleUnfinished",
+        [series("heddle_step", "0+1x10 stale"), series("heddle_step", "_x40 5+1x20", worker="b2"), WANTED],
+        "45m",
+        False,
+    ),
+    "HeddleUnfinished has finished": (
+        "HeddleUnfinished",
+        [series("heddle_step", "989+1x10 stale"), series("heddle_run_steps", "1000+0x10 stale")],
+        "60m",
+        False,
+    ),
+    "HeddleUnfinished was not scraped at last": (
+        "HeddleUnfinished",
+        [series("heddle_step", "9985+1x10 stale"), series("heddle_run_steps", "10000+0x10 stale")],
+        "60m",
         False,
     ),
     "HeddleEnded is long ago": ("HeddleEnded", [series("heddle_step", "0+1x10 stale")], "60m", False),

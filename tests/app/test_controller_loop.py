@@ -8,15 +8,18 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemoryError, RayTaskError
 
 from actors.outcome import Outcome
+from actors.records.events import RunFailed
 from app.run.controller_process import ControllerStart, code_of, controller_loop
 from app.run.lock import FolderLock, lock_path
 from app.run.outcomes import OUTCOME, read_outcome, worth_keeping
+from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from data.errors import DataIOError
 
@@ -76,6 +79,27 @@ def test_what_a_retry_would_repeat_ends_the_run_with_its_reason(
     outcome = run(tmp_path, monkeypatch, error)
     assert outcome["code"] == 1 and re.search(reason, str(outcome["reason"]))
     assert str(outcome["reason"]).endswith(LEFT)
+    (told,) = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (told["event"], told["code"]) == ("fail", 1) and re.search(reason, told["why"])
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (3, 1), (4, 1), (75, 0)])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_failure_is_told_once_whoever_has_seen_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: int, known: bool
+) -> None:
+    def start(runtime: object, recorder: Recorder, **named: object) -> SimpleNamespace:
+        def train() -> Outcome:
+            if known and told:
+                recorder.on_event(RunFailed(why="no GPUs", code=code))
+            return Outcome(code=code, reason="no GPUs", last_step=3)
+
+        return SimpleNamespace(train=train, left="")
+
+    monkeypatch.setattr("actors.run.assemble.start_controller", start)
+    controller_loop(settings(tmp_path))
+    events = (tmp_path / "events.jsonl").read_text().splitlines() if (tmp_path / "events.jsonl").exists() else []
+    assert [json.loads(text)["code"] for text in events if '"fail"' in text] == [code] * told
 
 
 def settings(folder: Path, token: str = "") -> ControllerStart:

@@ -10,12 +10,14 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from actors.outcome import Outcome
 from actors.records.events import (
     CheckpointFailed,
     HeldOutMeasured,
@@ -28,7 +30,16 @@ from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
 from app.records.rundir import RunDir
-from app.records.trackers import EVENT_TIME, TRACKERS, RayTracker, SampleFiles, Trackers, gauge_of
+from app.records.trackers import (
+    EVENT_TIME,
+    TRACKERS,
+    MlflowTracker,
+    RayTracker,
+    SampleFiles,
+    Trackers,
+    WandbTracker,
+    gauge_of,
+)
 from app.run.recorder import Recorder
 from app.run.tracker_environment import in_environment, tracker_environment
 from app.sampling.clips import write_clips
@@ -74,6 +85,9 @@ class Spy:
     def forget(self, step: int) -> None:
         self.said.append(("forget", step))
 
+    def end(self, code: int) -> None:
+        self.said.append(("end", code))
+
     def close(self) -> None:
         self.said.append(("close",))
 
@@ -94,6 +108,43 @@ def test_a_tracker_hears_of_every_step_and_of_those_that_come_again(spy: type[Sp
     assert heard.said == [
         ("open", tmp_path.name, 7), (0, 3.0), (1, 2.0), (2, 1.0), ("forget", 1), (1, 2.5), ("close",)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_tracker_hears_how_the_run_has_ended(spy: type[Spy], tmp_path: Path, code: int) -> None:
+    with Recorder(tmp_path, config=RunConfig.from_yaml(f"{RUN}track: [wandb]\n")) as recorder:
+        recorder.ended(Outcome(code=code, reason="GPUs are gone", last_step=3))
+    assert spy.made[0].said[-2:] == [("end", code), ("close",)]
+    assert (("alert", "fail") in spy.made[0].said) == (code == 1) == (tmp_path / "events.jsonl").exists()
+
+
+def test_a_controller_that_is_lost_has_not_finished(spy: type[Spy], tmp_path: Path) -> None:
+    config = RunConfig.from_yaml(f"{RUN}track: [wandb]\n")
+    with suppress(RuntimeError), Recorder(tmp_path, config=config):
+        raise RuntimeError("Ray does not answer")
+    assert spy.made[0].said[-2:] == [("end", 1), ("close",)]
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (1, "FAILED"), (4, "FAILED"), (75, "KILLED")])
+def test_mlflow_shows_how_a_run_has_ended(monkeypatch: pytest.MonkeyPatch, code: int, status: str) -> None:
+    tracker, said = object.__new__(MlflowTracker), []
+    tracker._run = "a run"
+    tracker._client = SimpleNamespace(set_terminated=lambda run, status: said.append((run, status)))  # type: ignore[assignment]
+    tracker.end(code)
+    tracker.close()
+    assert said == [("a run", status)]
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, [0]), (1, [1]), (75, ["preempting", 75])])
+def test_wandb_shows_how_a_run_has_ended(code: int, said: list[object]) -> None:
+    heard: list[object] = []
+    tracker = object.__new__(WandbTracker)
+    tracker._run = SimpleNamespace(
+        finish=lambda exit_code: heard.append(exit_code), mark_preempting=lambda: heard.append("preempting")
+    )
+    tracker.end(code)
+    tracker.close()
+    assert heard == said
 
 
 def made_samples(run: Path) -> SamplesMade:
