@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,16 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from actors.names import run_id
 from actors.planning.forecasts import lora_files_gib
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent, RunFinished
 from actors.records.metrics_line import metrics_of
+from app.commands.workers import stop
 from app.export import live
 from app.export.export import export
 from app.export.live import FINISH_S, LiveLora, LoraFilesReport
 from app.plan.dry_run import lora_bytes
+from app.run.lock import FolderLock, lock_path
 from app.run.recorder import Recorder
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig
@@ -418,6 +422,41 @@ def test_what_waits_when_a_run_is_stopped_is_left_to_its_resume_in_silence(
     tasks.hangs, resumed = False, LiveLora(lora_run(), tmp_path)
     resumed.open()
     assert steps_of(resumed.heard()) == [("lora_files", 9), ("lora_files", 19)]
+
+
+def test_stop_ends_the_wait_of_a_run_for_its_last_lora_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps are done and the monitor has ended."""
+    monkeypatch.setattr("app.run.operator.must_answer", lambda address: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("app.run.operator.monitor_of", lambda folder: exec("raise LookupError('it is not alive')"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_id(folder)
+    with pytest.raises(ConfigError, match="it is not alive"):
+        stop(folder, wait_s=60.0)
+    write_checkpoint(folder, 9)
+    monkeypatch.setattr(LiveLora, "_begin", lambda self: time.sleep(0.02))  # no task ever runs
+    lock, began = FolderLock(lock_path(folder, "driver")), time.monotonic()
+    lock.take(0.0, print)
+    lora = LiveLora(lora_run(), folder)
+    told: list[RunEvent] = []
+    lora.open()
+    stop(folder, wait_s=0.0)
+    assert "ends without the LoRA files that it waits for" in capsys.readouterr().out
+    (folder / ".lora" / "stopped").unlink()
+
+    def end() -> None:
+        told.extend(lora.finish(300.0))
+        lock.release()
+
+    run = threading.Thread(target=end)
+    run.start()
+    stop(folder, wait_s=60.0)
+    run.join(60.0)
+    assert not run.is_alive() and not told and time.monotonic() - began < 200
+    assert "the run has ended; a --resume makes the LoRA files" in capsys.readouterr().out
 
 
 class Told:

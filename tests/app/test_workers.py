@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,6 @@ from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from actors.progress import Progress
 from app.commands.workers import drain, list_workers, scale, stop, warn_if_quiet
-from app.export.live import LiveLora
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
@@ -27,7 +25,6 @@ from app.run.operator import address_of, answer, how_it_ended
 from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
-from tests.app.test_live_lora import lora_run, write_checkpoint
 from tests.rays import local_ray
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -181,37 +178,6 @@ def test_a_request_that_a_killed_run_has_not_met_does_not_stop_the_next_start(
     wishes = ray.get(monitor.report.remote()).wishes
     ray.kill(monitor)
     assert (wishes.stop, wishes.target) == ("", 2)
-
-
-def test_stop_ends_the_wait_of_a_run_for_its_last_lora_files(
-    live_run: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All steps are done and the monitor has ended."""
-    folder = tmp_path / "run"
-    run_id(folder)
-    with pytest.raises(ConfigError, match="run"):
-        stop(folder, wait_s=60.0)
-    config = lora_run()
-    write_checkpoint(folder, 9, config)
-    monkeypatch.setattr(LiveLora, "_begin", lambda self: time.sleep(0.02))  # no task ever runs
-    lock, began = FolderLock(lock_path(folder, "driver")), time.monotonic()
-    lock.take(0.0, print)
-    lora, told = LiveLora(config, folder), []
-    lora.open()
-    stop(folder, wait_s=0.0)
-    assert "ends without the LoRA files that it waits for" in capsys.readouterr().out
-    (folder / ".lora" / "stopped").unlink()
-
-    def end() -> None:
-        told.extend(lora.finish(300.0))
-        lock.release()
-
-    run = threading.Thread(target=end)
-    run.start()
-    stop(folder, wait_s=60.0)
-    run.join(60.0)
-    assert not run.is_alive() and not told and time.monotonic() - began < 200
-    assert "the run has ended; a --resume makes the LoRA files" in capsys.readouterr().out
 
 
 def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
