@@ -41,7 +41,7 @@ from actors.worker.measure import CascadeMeasure
 from actors.worker.meter import Meter, NoMeter, freed, ran_out
 from actors.worker.outlasting import OutlastingEncode
 from actors.worker.passes import clean_frames, compute_dtype, conditions_of, pass_settings
-from actors.worker.run_clock import CLOCK
+from actors.worker.run_clock import own_clock
 from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import DeviceFailure, FinishedStep, Launched, WorkDone
 from ops.comm.collectives import Group
@@ -456,7 +456,7 @@ class Executor:
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
         copy_s = marks.pop("snapshot", 0.0)  # of a snapshot, not of the end of a step, which plans learn
-        ended = CLOCK.now()
+        ended = own_clock.now()
         started = ended - (time.perf_counter() - began)  # whoever has set the clock meanwhile
         self.work.add_span(
             Span(

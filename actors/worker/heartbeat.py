@@ -20,7 +20,7 @@ from actors.progress import LinkUse, Orders, Progress
 from actors.ray_calls import get
 from actors.refs import Method
 from actors.worker.outgoing import Outgoing
-from actors.worker.run_clock import CLOCK
+from actors.worker.run_clock import own_clock
 from actors.worker.surroundings import Surroundings
 from actors.worker.work_done import Launched
 from ops.comm.groups import Groups
@@ -104,7 +104,7 @@ class Heartbeat:
                 activity=activity,
                 phase=phase,
                 step=step,
-                since=CLOCK.now(),
+                since=own_clock.now(),
                 predicted_s=predicted_s,
                 limit_s=self._patience.limit_s,
             )
@@ -122,7 +122,7 @@ class Heartbeat:
         """The worker waits for a call. Its device may still be in a cascade whose call has returned."""
         self._since = time.monotonic()
         self._set(
-            replace(self.progress, activity="idle", phase="idle", since=CLOCK.now(), predicted_s=0.0, limit_s=0.0)
+            replace(self.progress, activity="idle", phase="idle", since=own_clock.now(), predicted_s=0.0, limit_s=0.0)
         )
 
     def beat(self) -> None:
@@ -136,10 +136,10 @@ class Heartbeat:
         links: tuple[LinkUse, ...] = ()
         links = self._tried("its links to other hosts", lambda: self._outgoing.look(*self.surroundings.hosts), links)
         beat = self._monitor.beat.options(max_task_retries=0)  # the next one says more, and the run may have ended
-        began = CLOCK.monotonic()
+        began = own_clock.monotonic()
         orders = get(beat.remote(replace(progress, leaving=self.leaving, links=links)), timeout=_ANSWER_S)
         if orders.at:
-            CLOCK.heard(began, orders.at, CLOCK.monotonic())
+            own_clock.heard(began, orders.at, own_clock.monotonic())
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
         elif failure := self._tried("its communicators' errors", partial(_failure_of, groups), ""):

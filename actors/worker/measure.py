@@ -24,7 +24,7 @@ from torch import Tensor
 
 from actors.messages import CascadeTask, Span
 from actors.worker.meter import Meter, ran_out, release
-from actors.worker.run_clock import CLOCK
+from actors.worker.run_clock import own_clock
 from actors.worker.stopwatch import Stopwatch
 from actors.worker.work_done import Launched
 from ops.comm.collectives import Group
@@ -75,7 +75,7 @@ class CascadeMeasure:
         self._exceeded_gib: float | None = None
         self._tell: Callable[[float], None] = _untold
         self._held_s = 0.0  # at the gate
-        self._since = CLOCK.now()
+        self._since = own_clock.now()
         self._phases = _PhaseMarks(watch, on_phase)
         self.room_gib = meter.start()
         self._came = self._met = self._phase_began = self._gathering = self._gathered = self._worked = watch.mark()

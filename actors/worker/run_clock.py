@@ -44,5 +44,5 @@ class RunClock:
             self._shift_s = ahead_s if abs(ahead_s) > error_s + _AGREE_S else 0.0
 
 
-CLOCK = RunClock()
-"""Of this process, which is a worker; its heartbeat tells it."""
+own_clock = RunClock()
+"""The clock of this process, which is a worker; its heartbeat corrects it."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from actors.worker.run_clock import CLOCK
+from actors.worker.run_clock import own_clock
 from ops.waiting import has_passed
 
 
@@ -60,7 +60,7 @@ class HostWatch:
 
     def unix(self, mark: object) -> float:
         assert isinstance(mark, float)
-        return CLOCK.of_perf_counter(mark)
+        return own_clock.of_perf_counter(mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class StreamWatch:
         torch.cuda.current_stream(self._device).synchronize()
         event = self._recorded()
         event.synchronize()  # of an idle stream: at once
-        self._settled = _Moment(event, CLOCK.now())
+        self._settled = _Moment(event, own_clock.now())
 
     def seconds(self, first: object, second: object) -> float:
         assert isinstance(first, StreamMark) and isinstance(second, StreamMark)

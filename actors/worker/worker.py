@@ -64,7 +64,7 @@ from actors.worker.loading import (
 )
 from actors.worker.meter import GIB, freed, keep, meter_of, peak_rss_gib
 from actors.worker.near_cores import stay_near
-from actors.worker.run_clock import CLOCK
+from actors.worker.run_clock import own_clock
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
@@ -577,7 +577,7 @@ class Worker:
             return None
         if max(idle.since, ended_at) > published_at:
             return None
-        return max(0.0, CLOCK.now() - published_at)  # clocks agree to some ms
+        return max(0.0, own_clock.now() - published_at)  # clocks agree to some ms
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -606,7 +606,7 @@ class Worker:
 
 
 def _published(module: str, results: Sequence[EncodeResult]) -> list[PublishedResult]:
-    now = CLOCK.now()
+    now = own_clock.now()
     return [PublishedResult(module=module, id=e.id, rows=e.rows.numpy(), ok=e.ok, at=now) for e in results]
 
 

@@ -147,7 +147,7 @@ _Answer = HostGpu | FilledUnit | FailedStart
 
 class _Crew:
     """Workers that take a unit whenever they are free. One that dies gives its units back, and another is started in
-    its place. One that does not start, or cannot load an encoder, is told of, and asked for again as a run does
+    its place. One that does not start, or cannot load an encoder, is named, and asked for again as a run does
     (`actors.pool.quarantine`): the others go on, and the work ends only where none is left and as many in a row have
     failed as end a run."""
 

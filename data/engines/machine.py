@@ -51,7 +51,7 @@ def settled(config: EngineConfig, nodes: Sequence[DecodeNode]) -> EngineConfig:
 
 
 def number_of(setting: int | Literal["auto"]) -> int:
-    """Of a setting that is settled."""
+    """The number of a setting that is settled."""
     assert setting != "auto", "an engine gets numbers"
     return setting
 

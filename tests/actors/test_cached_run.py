@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from actors.worker.loading import EncoderSet
 from app.bench.lab import Lab, LabRun
 from app.caching.fill import FillError, fill
 from app.caching.worker import FilledUnit, FillJob, FillUnit, FillWorker
-from app.kept.wanted import CacheLook, check_only, look
+from app.kept.wanted import CacheLook, WantedEntry, check_only, look
 from app.settings.config import RunConfig
 from data.cache import Cache
 from data.config import CacheConfig
@@ -66,7 +67,7 @@ class HopelessWorker(FillWorker):
 
 
 class LateWorker(FillWorker):
-    """Of two, the second dies when it starts, and the one in its place has no encoder."""
+    """The second of two dies when it starts, and the one in its place has no encoder."""
 
     def load(self, job: FillJob) -> HostGpu | FailedStart:
         if self.name == "w1":
@@ -91,9 +92,22 @@ class UnstartedWorker(FillWorker):
         raise FileNotFoundError(f"no weights for {self.name}")
 
 
-def filled(
-    config: RunConfig, workers: int, worker_class: type = FillWorker, tell: Callable[[str], None] = lambda text: None
-) -> tuple[CacheLook, list[FilledUnit]]:
+class MarkingWorker(FillWorker):
+    """Leaves the name of its node in the folder, and goes on when those of two nodes are there."""
+
+    def fill(self, unit: FillUnit) -> FilledUnit | FailedStart:
+        answer = super().fill(unit)
+        (self._cache.root / f".by-{self._here.node}").touch()
+        until = time.monotonic() + 60.0
+        while len(list(self._cache.root.glob(".by-*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.1)
+        return answer
+
+
+def begun(
+    config: RunConfig, workers: int, worker_class: type, tell: Callable[[str], None]
+) -> tuple[CacheLook, Generator[tuple[tuple[WantedEntry, ...], FilledUnit]]]:
     found = look(config, cuda=False, modules=("text", "vae"))
     root = found.cache.cache.root
     root.mkdir(parents=True, exist_ok=True)
@@ -107,7 +121,13 @@ def filled(
         sign=".sign",
     )
     options = {"num_cpus": 2.0, "num_gpus": 0.0}
-    told = fill(job, found, workers, threads=2, options=options, tell=tell, worker_class=worker_class)
+    return found, fill(job, found, workers, threads=2, options=options, tell=tell, worker_class=worker_class)
+
+
+def filled(
+    config: RunConfig, workers: int, worker_class: type = FillWorker, tell: Callable[[str], None] = lambda text: None
+) -> tuple[CacheLook, list[FilledUnit]]:
+    found, told = begun(config, workers, worker_class, tell)
     return found, [answer for _, answer in told]
 
 
@@ -143,6 +163,31 @@ def test_workers_that_do_not_start_are_told_of_and_the_others_go_on(lab: Lab, on
     assert "worker w1 did not start" in failed[0] and "goes on with 1 worker" in failed[0]
     second = [line for line in failed if "worker w2 did not start" in line]
     assert not second or "OutOfMemoryError: CUDA out of memory" in second[0]
+
+
+@pytest.mark.long
+def test_workers_of_two_nodes_fill_one_folder_also_when_a_node_is_lost_and_after_a_stop(
+    lab: Lab, one: CacheLook
+) -> None:
+    config, told = config_of(lab, "nodes", "nodes"), list[str]()
+    second = lab.add_node(workers=1)
+    root = lab.folder / "nodes"
+    found, answers = begun(config, 3, MarkingWorker, told.append)
+    kept = 0
+    for number, (_, answer) in enumerate(answers):
+        kept += len(answer.kept)
+        if second in lab.nodes and (root / f".by-{second.node_id}").exists():
+            lab.kill_node(second)
+            lost_at = number
+        if second not in lab.nodes and number >= lost_at + 4:
+            answers.close()  # as Ctrl-C does
+    assert second not in lab.nodes, "workers of both nodes have written"
+    wanted = sum(account.wanted for account in one.kinds.values())
+    assert 0 < kept < wanted == sum(account.wanted for account in found.kinds.values())
+    again, more = filled(config, 2, tell=told.append)
+    missing = sum(len(account.missing) for account in again.kinds.values())
+    assert sum(len(answer.kept) for answer in more) == missing <= wanted - kept
+    assert files(lab, "nodes") == files(lab, "one")
 
 
 def test_where_no_worker_starts_the_command_ends_after_three(lab: Lab, one: CacheLook) -> None:

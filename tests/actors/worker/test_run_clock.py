@@ -73,8 +73,8 @@ def test_a_heartbeat_corrects_the_times_of_spans_and_what_is_said_of_waits(monke
     mailbox: Any = SimpleNamespace(beat=beat)
     came = []
     for clock in (right, wrong):
-        monkeypatch.setattr("actors.worker.heartbeat.CLOCK", clock)
-        monkeypatch.setattr("actors.worker.stopwatch.CLOCK", clock)
+        monkeypatch.setattr("actors.worker.heartbeat.own_clock", clock)
+        monkeypatch.setattr("actors.worker.stopwatch.own_clock", clock)
         Heartbeat("w0", CONFIG, mailbox).beat()
         watch = HostWatch()
         came.append(watch.unix(watch.mark()))
