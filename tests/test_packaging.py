@@ -69,6 +69,7 @@ def test_the_kubernetes_job_scales_its_workers_and_asks_for_the_token() -> None:
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["enableInTreeAutoscaling"] is True
     assert cluster["authOptions"] == {"mode": "token"}
+    assert job["spec"]["backoffLimit"] >= 100, "preemptions and faults of a month"
     group = cluster["workerGroupSpecs"][0]
     assert group["minReplicas"] <= group["replicas"] < group["maxReplicas"]
     ray_pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ray=="))

@@ -44,7 +44,7 @@ from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
-from app.run.outcomes import ALL_HAPPENED, OUTCOME, worth_keeping
+from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, worth_keeping
 from app.run.ray_train import trained
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig, check_read, from_here
@@ -133,6 +133,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             joined().write(folder)
             predecessor.release()
             check_capacity(config)
+            note_start(folder)
             outcome = trained(config, folder, lock.token, changes, _note, signals)
         finally:
             signals.over()

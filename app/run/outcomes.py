@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TypedDict
 
 from actors.outcome import Exit, Outcome
+from app.records.rundir import METRICS
+from app.records.tails import last_line, number_in
 from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
 ALL_HAPPENED = "all that was to happen to it has"  # why `heddle prove` ends its first run, which nobody continues
+START_NOTE = "HEDDLE_START_NOTE"  # environment: a file for scripts that start a run again; see `note_start`
 
 
 class EndedRun(TypedDict):
@@ -49,6 +53,14 @@ def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:
 def has_ended(folder: Path, token: str) -> bool:
     """Whether the controller of this start has written how the run ended. A folder that cannot be read says nothing."""
     return read_outcome(folder, token) is not None
+
+
+def note_start(folder: Path) -> None:
+    """Into the file that the environment names, if it does: the newest step of the run as it begins, -1 before the
+    first, and its folder, a line each. A script that starts runs again sees by it whether this start got any further."""
+    if path := os.environ.get(START_NOTE):
+        newest = last_line(folder / METRICS) or {}
+        write_whole(Path(path), f"{number_in(newest, 'step', -1):.0f}\n{folder.absolute()}\n")
 
 
 def worth_keeping(folder: Path) -> bool:

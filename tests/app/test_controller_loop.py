@@ -18,7 +18,7 @@ from actors.outcome import Outcome
 from actors.records.events import RunFailed
 from app.run.controller_process import ControllerStart, code_of, controller_loop
 from app.run.lock import FolderLock, lock_path
-from app.run.outcomes import OUTCOME, read_outcome, worth_keeping
+from app.run.outcomes import OUTCOME, START_NOTE, note_start, read_outcome, worth_keeping
 from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from data.errors import DataIOError
@@ -166,6 +166,16 @@ def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str
     (tmp_path / "config.yaml").write_text("run: {name: x}")
     (tmp_path / name).write_text(text)
     assert worth_keeping(tmp_path) is kept
+
+
+def test_a_script_is_told_which_run_begins_and_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note_start(tmp_path)  # nobody asks
+    monkeypatch.setenv(START_NOTE, str(tmp_path / "note"))
+    note_start(tmp_path)
+    assert (tmp_path / "note").read_text() == f"-1\n{tmp_path}\n"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n{"step": 7}\n{"st')
+    note_start(tmp_path)
+    assert (tmp_path / "note").read_text() == f"7\n{tmp_path}\n"
 
 
 def test_of_rays_words_on_tokens_only_the_warning_is_shown(caplog: pytest.LogCaptureFixture) -> None:

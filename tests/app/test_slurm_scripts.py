@@ -22,11 +22,13 @@ RAY = """#!/bin/bash
 echo "ray $*" >> calls
 [ "$1" = start ] && exec sleep 60
 """
-# `run` is a file of what the run does: seconds that it takes, its exit code, the one after SIGTERM
+# `run` is a file of what the run does: seconds that it takes, its exit code, the one after SIGTERM, and which step was
+# its newest before
 HEDDLE = """#!/bin/bash
 echo "heddle $* RAY_ADDRESS=${RAY_ADDRESS:-}" >> calls
 [ "$1" = train ] || exec sleep 60
-read -r seconds code stopped < run
+read -r seconds code stopped before < run
+[ -n "$before" ] && printf '%s\\n%s\\n' "$before" "$PWD" > "$HEDDLE_START_NOTE"
 trap 'echo stopped >> calls; exit $stopped' TERM
 touch trains
 sleep "$seconds" & wait $!
@@ -62,9 +64,8 @@ class Job:
         given = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURMD_NODENAME": "one"}
         path = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HEDDLE_BIN": str(bin_folder), "HOME": str(folder)}
         script = folder / "run.sbatch"
-        script.write_text(
-            re.sub(r"^port=.*$", f"port={port}", (SCRIPTS / "run.sbatch").read_text(), flags=re.MULTILINE)
-        )
+        text = re.sub(r"^port=.*$", f"port={port}", (SCRIPTS / "run.sbatch").read_text(), flags=re.MULTILINE)
+        script.write_text(text.replace("/tmp/ray-", f"{folder}/ray-"))
         self.process = subprocess.Popen(
             ["bash", str(script), "--config", "a.yaml", "--set", "train.steps=3"],
             cwd=folder,
@@ -115,10 +116,45 @@ def test_a_run_that_asks_to_be_continued_is_requeued_and_its_exit_code_kept(
     assert train == f"heddle train --resume --config a.yaml --set train.steps=3 RAY_ADDRESS={made.head}"
     (head,) = [call for call in calls if call.startswith("ray start")]
     assert f"--node-ip-address=127.0.0.1 --port={made.head.split(':')[1]}" in head
-    (joins,) = [call for call in calls if call.startswith("srun")]
+    (joins,) = [call for call in calls if "workers join" in call]
     assert "--nodes=1 --ntasks=1 --exclude=one" in joins and "--cpus-per-task=8" in joins
     assert joins.endswith(f"workers join --cluster {made.head} --to-the-end")
     assert calls.index("ray stop --force") > calls.index(train), "Ray goes after the run"
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "requeued"),
+    [(1, "6", True), (1, "-1", True), (1, "7", False), (1, "9", False), (1, "", False), (3, "6", False)],
+)
+def test_a_run_that_failed_is_requeued_if_it_got_any_further(
+    code: int, before: str, requeued: bool, tmp_path: Path
+) -> None:
+    """A start that meets the same fault at the same step is left to a person."""
+    lines = "".join(f'{{"step": {step}, "step_s": 99.5, "loss": 1.0}}\n' for step in range(8))
+    (tmp_path / "metrics.jsonl").write_text(lines + '{"step": 8, torn'[: 5 if before == "7" else 0])
+    with job(tmp_path, f"0 {code} 75 {before}") as made:
+        assert made.process.wait(20) == code
+        calls = made.calls()
+    assert any(call.startswith("scontrol requeue") for call in calls) == requeued
+
+
+@pytest.mark.parametrize(("code", "logs"), [(0, False), (75, False), (1, True), (3, True)])
+def test_rays_files_go_with_the_job_and_its_logs_stay_where_the_run_failed(
+    code: int, logs: bool, tmp_path: Path
+) -> None:
+    session = tmp_path / "ray-7" / "session_2026"
+    for name in ("logs", "ray_spilled_objects_of_a_node"):
+        (session / name).mkdir(parents=True)
+        (session / name / "file").write_text("bytes")
+    with job(tmp_path, f"0 {code} 75 3") as made:
+        assert made.process.wait(20) == code
+        calls = made.calls()
+    assert (session / "logs" / "file").exists() == logs
+    assert (tmp_path / "ray-7").exists() == logs and not (session / "ray_spilled_objects_of_a_node").exists()
+    assert not (tmp_path / "ray-7-start").exists()
+    (elsewhere,) = [call for call in calls if "rm -rf" in call]
+    assert elsewhere.startswith("srun") and elsewhere.endswith(f"{tmp_path}/ray-7") != logs
+    assert calls.index(elsewhere) > calls.index("ray stop --force")
 
 
 def test_one_node_needs_no_other_step(tmp_path: Path) -> None:
