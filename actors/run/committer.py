@@ -39,7 +39,7 @@ _SETTLE_S = 0.2  # at a time; in between keepers that are gone or silent are rep
 _SLOW_S = 30.0  # a keeper that takes longer is reported
 _ANSWER_S = 30.0  # of an acknowledgement that has come
 _RECORD_S = 1.0  # between two tries to record a step
-_TOLD_S = 600.0  # an alert on an event lasts 15 minutes
+_TOLD_S = 600.0  # an alert on an event lasts an hour, on W&B 15 minutes
 _LONGEST_S = 12 * 3600.0  # a night, in which somebody makes room; workers that wait for longer serve nobody
 
 

@@ -12,7 +12,7 @@ from data.errors import DataUnreachable
 log = logging.getLogger(__name__)
 
 _TRY_S, _LONGEST_TRY_S = 5.0, 60.0  # a try starts a feeder, which looks at every shard
-_TOLD_S = 600.0  # an alert on an event lasts 15 minutes
+_TOLD_S = 600.0  # an alert on an event lasts an hour, on W&B 15 minutes
 _LONGEST_S = 12 * 3600.0  # as for the run's own files (`actors.run.committer`)
 
 

@@ -1,6 +1,7 @@
 """Events of a run at which somebody should look: W&B's alerts, and Prometheus's by docker/prometheus/heddle.rules.yaml.
 
-A run goes on by itself after most of them; what they have in common is that a person can help, or has lost something.
+A run goes on by itself after most of them; what they have in common is that a person can help, or has lost something. A
+worker that stalls is none of them: the run replaces it, and where that does not help HeddleNoStep says so.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from actors.records.events import (
     CheckpointDamaged,
     CheckpointFailed,
+    CheckpointPassedOver,
     ClusterRefused,
     DataAwaited,
     DecodingAwaited,
@@ -45,6 +47,7 @@ ALERTS: tuple[type[RunEvent], ...] = (
     SnapshotsFailed,
     CheckpointFailed,
     CheckpointDamaged,
+    CheckpointPassedOver,
     SamplesFailed,
     LoraFilesFailed,
     HeldOutFailed,

@@ -24,13 +24,13 @@ from statistics import median
 from types import TracebackType
 from typing import TypeGuard
 
-from actors.records.events import HeldOutMeasured, RunEvent, SamplesMade, TrackerQuiet
+from actors.records.events import CheckpointWritten, HeldOutMeasured, RunEvent, SamplesMade, TrackerQuiet
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.alerts import ALERTS
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.records.tails import backwards, number_in
-from app.records.trackers import SampleFiles, Trackers
+from app.records.trackers import CHECKPOINT, SampleFiles, Trackers
 from ops.line_file import LineFile, cut_torn_line
 
 log = logging.getLogger(__name__)
@@ -198,6 +198,8 @@ class Metrics:
 
     def event(self, event: RunEvent) -> None:
         """Something happened; trackers that call somebody do so where somebody should look."""
+        if isinstance(event, CheckpointWritten):
+            self._trackers.log(event.step, event.time, [(CHECKPOINT, float(event.step))])
         if isinstance(event, ALERTS):
             self._trackers.alert(event)
 

@@ -48,7 +48,9 @@ _TITLE_LENGTH = 63  # W&B's limit
 _OPENING_S = 0.5  # that the run waits for a service that is tried again
 _REST_S, _LONGEST_REST_S = 60.0, 3600.0  # of a tracker that has failed, each twice as long as the one before
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
-SETTINGS = (("run/steps", "train", "steps"),)  # gauges that stand: tag, section, name
+# Gauges that stand: tag, section, name
+SETTINGS = (("run/steps", "train", "steps"), ("checkpoint/every", "checkpoint", "every"))
+CHECKPOINT = "checkpoint/step"  # tag of the newest checkpoint's step
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
 
@@ -326,7 +328,8 @@ class RayTracker:
     A worker that has left is 0 once, and is then forgotten. In a process without Ray nothing collects them.
 
     Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
-    whose steps are longer, or do not come, is seen as long as its process lives. `heddle_run_steps` is train.steps.
+    whose steps are longer, or do not come, is seen as long as its process lives. `heddle_run_steps` is train.steps,
+    `heddle_checkpoint_every` checkpoint.every.
     """
 
     quiet = ""
@@ -351,6 +354,7 @@ class RayTracker:
         if not ray.is_initialized():
             return
         self._latest = max(self._latest, step)  # figures of an earlier one may come late
+        self._begin(step)
         labels: dict[str, set[str]] = {}
         for tag, value in [*scalars, ("step", float(self._latest))]:
             if not math.isfinite(value):
@@ -362,6 +366,11 @@ class RayTracker:
             for gone in known - labels.get(name, known):
                 self._end(name, gone)
         self._labels |= labels
+
+    def _begin(self, step: int) -> None:
+        """The steps of this process begin here: before its first checkpoint that counts as one."""
+        with self._lock:
+            self._values.setdefault(gauge_of(CHECKPOINT), float(step - 1))
 
     def _set(self, name: str, label: str, value: float) -> None:
         with self._lock:

@@ -57,7 +57,7 @@ def has_ended(folder: Path, token: str) -> bool:
 
 def note_start(folder: Path) -> None:
     """Into the file that the environment names, if it does: the newest step of the run as it begins, -1 before the
-    first, and its folder, a line each. A script that starts runs again sees by it whether this start got any further."""
+    first, and its folder, a line each. A script that starts runs again sees by it whether this start got further."""
     if path := os.environ.get(START_NOTE):
         newest = last_line(folder / METRICS) or {}
         write_whole(Path(path), f"{number_in(newest, 'step', -1):.0f}\n{folder.absolute()}\n")

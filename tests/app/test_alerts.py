@@ -13,7 +13,7 @@ import yaml
 from actors.records.events import KINDS
 from app.records.alerts import ALERTS
 from app.records.metrics import TAGS
-from app.records.trackers import EVENT_TIME, SETTINGS, gauge_of
+from app.records.trackers import CHECKPOINT, EVENT_TIME, SETTINGS, gauge_of
 
 RULES = Path(__file__).parents[2] / "docker" / "prometheus" / "heddle.rules.yaml"
 
@@ -25,7 +25,7 @@ def rules() -> dict[str, str]:
 
 def test_alerts_ask_for_gauges_and_events_that_there_are() -> None:
     gauges = {gauge_of(tag)[0] for tag in TAGS.values()} | {"heddle_step", EVENT_TIME}
-    gauges |= {gauge_of(tag)[0] for tag, *_ in SETTINGS}
+    gauges |= {gauge_of(tag)[0] for tag in (CHECKPOINT, *(tag for tag, *_ in SETTINGS))}
     for name, asked in rules().items():
         assert set(re.findall(r"ray_(heddle_\w+)", asked)) <= gauges, name
         assert set(re.findall(r'of!?="(\w+)"', asked)) <= {kind.event for kind in ALERTS}, name
@@ -42,6 +42,7 @@ def series(name: str, values: str, of: str = "", worker: str = "a1") -> dict[str
 
 
 STEPS = series("heddle_step", "0+1x180")
+EVERY = series("heddle_checkpoint_every", "10+0x180")
 WANTED = series("heddle_run_steps", "1000+0x10 stale")
 # what Prometheus saw once a minute, when it is asked, and whether the alert fires then
 CASES = {
@@ -105,7 +106,31 @@ CASES = {
     ),
     "HeddleStepsComputedAgain": ("HeddleStepsComputedAgain", [series("heddle_step", "0+1x20 5+1x60")], "25m", True),
     "HeddleEvent": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "checkpoint_failed")], "30m", True),
-    "HeddleEvent is long ago": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "checkpoint_failed")], "40m", False),
+    "HeddleEvent is seen for an hour": (
+        "HeddleEvent",
+        [series(EVENT_TIME, "1200+0x90", "checkpoint_failed")],
+        "75m",
+        True,
+    ),
+    "HeddleEvent is long ago": ("HeddleEvent", [series(EVENT_TIME, "1200+0x90", "checkpoint_failed")], "85m", False),
+    "HeddleNoCheckpoint": (
+        "HeddleNoCheckpoint",
+        [STEPS, series("heddle_checkpoint_step", "-1+0x9 9+0x99"), EVERY],
+        "40m",
+        True,
+    ),
+    "HeddleNoCheckpoint while the next one is written": (
+        "HeddleNoCheckpoint",
+        [STEPS, series("heddle_checkpoint_step", "-1+0x9 9+0x10 19+0x99"), EVERY],
+        "35m",
+        False,
+    ),
+    "HeddleNoCheckpoint is asked for": (
+        "HeddleNoCheckpoint",
+        [STEPS, series("heddle_checkpoint_step", "-1+0x99"), series("heddle_checkpoint_every", "0+0x99")],
+        "90m",
+        False,
+    ),
     "HeddleEvent has its own": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "skipped")], "30m", False),
     "HeddleStepsSkipped": (
         "HeddleStepsSkipped",

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from PIL import Image
 from actors.outcome import Outcome
 from actors.records.events import (
     CheckpointFailed,
+    CheckpointWritten,
     HeldOutMeasured,
     RunEvent,
     SamplesMade,
@@ -145,6 +147,34 @@ def test_wandb_shows_how_a_run_has_ended(code: int, said: list[object]) -> None:
     tracker.end(code)
     tracker.close()
     assert heard == said
+
+
+def test_gauges_say_how_far_the_run_and_its_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A continued run, whose earlier checkpoints this process has not written, begins with the newest of them."""
+    shown: dict[str, float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, **described: object) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: Mapping[str, str]) -> None:
+            shown[self.name] = value
+
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    monkeypatch.setitem(TRACKERS, "ray", partial(RayTracker, repeat_s=0.01))
+    config = {"train": {"steps": 500}, "checkpoint": {"every": 10}}
+    with Metrics(tmp_path, track=["ray"], config=config) as metrics:
+        metrics.step(line(20))
+        until = time.monotonic() + 30
+        while "heddle_checkpoint_every" not in shown and time.monotonic() < until:
+            time.sleep(0.01)
+        assert shown["heddle_run_steps"] == 500 and shown["heddle_checkpoint_every"] == 10
+        assert shown["heddle_step"] == 20 and shown["heddle_checkpoint_step"] == 19
+        metrics.step(line(29))
+        metrics.event(CheckpointWritten(time=1.0, step=29, folder="step-30"))
+        metrics.step(line(30))
+        assert shown["heddle_step"] == 30 and shown["heddle_checkpoint_step"] == 29
 
 
 def made_samples(run: Path) -> SamplesMade:
