@@ -34,6 +34,7 @@ from app.run.train_reports import TrainReports
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
 from ops.line_file import LineFile
+from ops.passing import UNREACHABLE
 from ops.typed import as_plain
 from ops.whole_file import write_whole
 
@@ -43,19 +44,9 @@ _TIMELINE_BYTES = 128 * 2**20
 _PLANS = 1000
 _STOPPED_S = 5.0  # for LoRA files, where the run was asked to end: Slurm and Kubernetes kill it after 30 s in all
 _EVENTS = 10_000  # that wait to be written; of more the newest
-# What may pass: a disk is full, or has become read-only; a file server does not answer, or has forgotten this client.
-_PASSING = frozenset(
-    (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EROFS,
-        errno.EIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-    )
-)
+# What may pass: a disk is full, or has become read-only; a file server does not answer, or refuses this user, as NFS
+# does where a Kerberos ticket has run out. EPERM stays out: somebody has made a file immutable, and means it.
+_PASSING = UNREACHABLE | {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
 class Recorder:

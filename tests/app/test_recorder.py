@@ -84,6 +84,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
     [
         *((errno.ENOSPC, only) for only in ("plans/", "timeline.jsonl", "workers.jsonl", "metrics.jsonl", "")),
         *((number, "") for number in (errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)),
+        *((number, "") for number in (errno.EACCES, errno.EKEYEXPIRED, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EAGAIN)),
     ],
 )
 def test_a_step_that_the_disk_refuses_is_recorded_once_by_a_later_try(
@@ -172,13 +173,14 @@ def test_the_last_events_are_written_with_the_end(tmp_path: Path, storage: Stora
     assert len(list(RunDir(tmp_path).events())) == 1
 
 
-def test_a_folder_that_is_gone_ends_a_run(tmp_path: Path, storage: Storage) -> None:
-    """It does not come back by itself."""
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EPERM])
+def test_a_folder_that_is_gone_or_made_immutable_ends_a_run(tmp_path: Path, storage: Storage, number: int) -> None:
+    """It does not come back by itself. EACCES may: a Kerberos ticket that has run out is renewed."""
     with Recorder(tmp_path) as writer:
-        storage.refuses = errno.EACCES
-        with pytest.raises(PermissionError):
+        storage.refuses = number
+        with pytest.raises(OSError, match=os.strerror(number)):
             writer.on_event(WorkersAwaited(time=1.0, detail="0 of 1"))
-        with pytest.raises(PermissionError):
+        with pytest.raises(OSError, match=os.strerror(number)):
             writer.on_step(metrics_of({"step": 0}), [], plan())
 
 
