@@ -9,6 +9,7 @@ later runs take seconds. The default run takes the widest kernels, which spill f
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.kernels.base.tuning import Launch, configuration, launched, rule
+from ops.kernels.base.tuning import Launch, configuration, held_bytes, launched, rule
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.search(r"^triton==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
@@ -148,11 +149,49 @@ def test_fewer_rows_are_in_flight_where_there_is_less_shared_memory(arch: str) -
 
 @pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])
 def test_rows_in_flight_are_enough_bytes_for_a_multiprocessor(width: int) -> None:
-    """48 KB and more, where three rows of each program are that much."""
+    """48 KB and more, where three rows of each program are that much, and shared memory has room for them."""
     for kernel, tensors in (("backward", 2), ("gate_backward", 4), ("qk_backward", 2)):
         launch = rule(kernel, width)
         most = 3 * launch.per_sm * 2 * width * tensors
-        assert (launch.stages - 1) * most / 3 >= min(48 << 10, most) and 2 <= launch.stages <= 4
+        is_full = launch.per_sm * launch.stages * held_bytes(kernel, width, launch.chunk) > 208 << 10
+        assert (launch.stages - 1) * most / 3 >= min(48 << 10, most) or (is_full and width == 8192)
+        assert 2 <= launch.stages <= 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("arch", "of_a_block"), [("sm_90", 227 << 10), ("sm_100", 227 << 10), ("sm_89", 99 << 10)])
+def test_no_launch_takes_more_shared_memory_than_a_multiprocessor_has(arch: str, of_a_block: int, dtype: str) -> None:
+    """For any width: the presets' are from 1152 to 6144. A block that asked for more would not start."""
+    for kernel, width in itertools.product(("backward", "gate_backward", "qk_backward"), range(64, 8193, 64)):
+        launch = configuration({}, kernel, width, dtype, arch)
+        held = (launch.stages - 1) * held_bytes(kernel, width, launch.chunk, dtype)
+        blocks = launch.per_sm if of_a_block == 227 << 10 else 1
+        assert blocks * (held + 1024) <= of_a_block, (kernel, width, launch)
+
+
+@pytest.mark.parametrize(
+    ("width", "chunk", "rows", "dtype", "found"),
+    [
+        (4096, 4096, 3, "float32", 294_940),
+        (6144, 2048, 3, "float32", 344_092),
+        (5120, 1024, 2, "float32", 180_248),
+        (3072, 1024, 3, "float32", 172_060),
+        (4096, 4096, 3, "bfloat16", 196_636),
+    ],
+)
+def test_rows_in_flight_of_q_and_k_are_counted_as_the_compiler_lays_them(
+    width: int, chunk: int, rows: int, dtype: str, found: int
+) -> None:
+    """What triton gives the kernel for sm_90 with RoPE and a full-width norm; beside rows it keeps a reduction."""
+    assert 0 <= found - rows * held_bytes("qk_backward", width, chunk, dtype) < 64
+
+
+def test_the_widest_rotation_is_compiled_by_rule_in_both_dtypes() -> None:
+    aot = pytest.importorskip("ops.kernels.aot")
+    named = [case.name for case in aot.shipped([], "sm_90")]
+    assert {f"qk_backward 4096 full width {d}, heads of {h}" for d in ("bfloat16", "float32") for h in (128, 4096)} <= {
+        *named
+    }
 
 
 def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None:

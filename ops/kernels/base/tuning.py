@@ -45,7 +45,8 @@ Table = Mapping[tuple[Kernel, int, str, str], Launch]  # (kernel, D, dtype of x,
 _LARGE_SHARED = ("sm_90", "sm_100", "sm_103")  # with 228 KB of shared memory per multiprocessor
 _IN_FLIGHT = 72 << 10  # bytes of rows per multiprocessor
 _SHARED = 208 << 10  # of shared memory that rows may take there
-_ROW_TENSORS = {"backward": 2, "gate_backward": 4, "qk_backward": 2}  # that a row in flight is of, in bf16
+_SMALL_SHARED = 96 << 10  # of it that rows of one program may take on any other architecture
+_ROW_TENSORS = {"backward": 2, "gate_backward": 4, "qk_backward": 2}  # that a row in flight is of
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -67,21 +68,42 @@ def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat
     """The row of the op's table for the architecture, else the one for sm_90, else the rule below.
 
     sm_100 has as many registers and as much shared memory per multiprocessor as sm_90: what fits there fits here. Other
-    ones have down to 100 KB of it, and memory that fewer rows in flight keep busy: one per program, unless a row of
-    their own says more.
+    ones have down to 100 KB of it, and memory that fewer rows in flight keep busy: one per program, or none where it
+    has no room, unless a row of their own says more.
     """
     if kernel in _launched:
         return _launched[kernel]
     if own := table.get((kernel, width, dtype, arch)):
         return own
-    launch = table.get((kernel, width, dtype, "sm_90")) or rule(kernel, width)
-    return launch if arch in _LARGE_SHARED else replace(launch, stages=min(launch.stages, 2))
+    launch = table.get((kernel, width, dtype, "sm_90")) or rule(kernel, width, dtype)
+    if arch in _LARGE_SHARED:
+        return launch
+    has_room = held_bytes(kernel, width, launch.chunk, dtype) <= _SMALL_SHARED
+    return replace(launch, stages=min(launch.stages, 2 if has_room else 1))
 
 
-def rule(kernel: Kernel, width: int) -> Launch:
+def held_bytes(kernel: Kernel, width: int, chunk: int, dtype: str = "bfloat16") -> int:
+    """Most shared memory that a program takes for each row in flight; 0 of a forward.
+
+    Of the norm and gate backwards as if all were fp32, since the residual stream may be. That of q and k is the same
+    loop twice, for q and for k, each with memory of its own; of a row it holds q and dq in their `dtype`, and the cos
+    and the sin of half a tile in fp32. A tile is a chunk, or one head, of at most the power of two that divides the
+    width.
+    """
+    tensors = _ROW_TENSORS.get(kernel, 0)
+    padded = -(-width // chunk) * chunk
+    if kernel != "qk_backward":
+        return 4 * padded * tensors
+    item = 2 if dtype in ("bfloat16", "float16") else 4
+    return 2 * (item * padded * tensors + 4 * max(chunk, width & -width))
+
+
+def rule(kernel: Kernel, width: int, dtype: str = "bfloat16") -> Launch:
     """Fewest padded lanes, at most `limit` columns per thread, then the fewest warps; of a backward as many rows in
-    flight as are enough bytes, up to three."""
+    flight as are enough bytes, up to three in a program, and as many programs as have room for them."""
     limit = {"backward": 24, "token_backward": 24, "gate_backward": 20}.get(kernel, 40)
+    if kernel == "qk_backward" and dtype == "float32":  # 32 spill in places on sm_100, 40 everywhere
+        limit = 24
     options = []
     for chunk in CHUNKS:
         num_chunks = -(-width // chunk)
@@ -94,7 +116,12 @@ def rule(kernel: Kernel, width: int) -> Launch:
     padded, warps, _, chunk = min(options)
     if kernel not in _ROW_TENSORS:
         return Launch(chunk=chunk, warps=warps)
-    per_sm, row_bytes = max(8 // warps, 1), 2 * padded * _ROW_TENSORS[kernel]
-    most = max(_SHARED // (2 * per_sm * row_bytes), 1)  # where all is fp32
-    stages = 1 + min(-(-_IN_FLIGHT // (per_sm * row_bytes)), most, 3)
-    return Launch(chunk=chunk, warps=warps, stages=stages, per_sm=per_sm)
+    row_bytes, held = 2 * padded * _ROW_TENSORS[kernel], held_bytes(kernel, width, chunk, dtype)
+
+    def rows(programs: int) -> int:
+        """In flight in each of as many programs of a multiprocessor."""
+        return min(-(-_IN_FLIGHT // (programs * row_bytes)), _SHARED // (programs * held), 3)
+
+    counts = [programs for programs in (8, 4, 2, 1) if programs <= max(8 // warps, 1)]
+    per_sm = max(counts, key=lambda programs: min(programs * rows(programs) * row_bytes, _IN_FLIGHT))
+    return Launch(chunk=chunk, warps=warps, stages=1 + rows(per_sm), per_sm=per_sm)

@@ -18,6 +18,7 @@ N tokens, D width, G heads or 1. Nothing on the host's side reads a value from t
 # ruff: noqa: RUF005
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import no_type_check
 
 import torch
@@ -31,6 +32,8 @@ from ops.kernels.base.measured import HEAD_DIM
 from ops.kernels.base.slots import sum_slots
 from ops.kernels.base.tuning import Kernel, Launch, Table, configuration
 from ops.kernels.qk_rope.reference import QKBackwardCall, QKCall
+
+LTX_WIDTH = 4096  # of LTX 13B and LTX-2
 
 # (kernel, D, dtype of x, architecture)
 TABLE: Table = {
@@ -91,7 +94,8 @@ def backward(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dwq = torch.zeros(size, dtype=torch.float32, device=q.device)
         return dq, dk, dwq, torch.zeros_like(dwq)
     q, k, dqo, dko = (host.rows(x) for x in (q, k, dqo, dko))
-    config, tiles = _head_tiles("qk_backward", q, head_dim, per_head, cos)
+    widest = max(q, dqo, key=lambda x: x.element_size())  # rows of both are in shared memory
+    config, tiles = _head_tiles("qk_backward", widest, head_dim, per_head, cos)
     rows = max(q.shape[0], k.shape[0])
     programs = host.num_programs(rows, host.num_sms(q.device) * config.per_sm // 2)  # for q, and as many for k
     slots = torch.empty(2, programs, size, dtype=torch.float32, device=q.device)
@@ -494,10 +498,15 @@ def qk_backward_rows(
 
 def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Iterator[CompileCase]:
     """Cases of one row of the launch table."""
-    heads, per_tile = width // HEAD_DIM, launch.chunk // HEAD_DIM
+    for per_head in (False, True):
+        yield _case(kernel, width, launch, HEAD_DIM, per_head)
+
+
+def _case(kernel: str, width: int, launch: Launch, head_dim: int, per_head: bool) -> CompileCase:
+    heads, per_tile = width // head_dim, max(launch.chunk // head_dim, 1)
     flags: dict[str, int] = {
         "HEADS": heads,
-        "HD": HEAD_DIM,
+        "HD": head_dim,
         "HC": per_tile,
         "NC": -(-heads // per_tile),
         "WEIGHT": True,
@@ -506,18 +515,27 @@ def cases(kernel: str, width: int, launch: Launch, fp32_residual: bool) -> Itera
     function = qk_forward_kernel
     if kernel == "qk_backward":
         function, flags["STAGES"] = qk_backward_kernel, launch.stages
-    for per_head in (False, True):
-        tiles = flags["NC"] if per_head else 1
-        # rstd of q and of k; in the backward one prologue load per stage that triton 3.6 unrolls once more, and the
-        # weight slot
-        scalars = 2 * tiles if kernel == "qk_forward" else 2 * (tiles * (launch.stages + 1) + 1)
-        yield CompileCase(
-            name=f"{kernel} {width} {'per head' if per_head else 'full width'}",
-            kernel=function,
-            constants=flags | {"PER_HEAD": per_head},
-            launch=launch,
-            scalars=scalars,
-        )
+    tiles = flags["NC"] if per_head else 1
+    # rstd of q and of k; in the backward one prologue load per stage that triton 3.6 unrolls once more, and the
+    # weight slot
+    scalars = 2 * tiles if kernel == "qk_forward" else 2 * (tiles * (launch.stages + 1) + 1)
+    return CompileCase(
+        name=f"{kernel} {width} {'per head' if per_head else 'full width'}",
+        kernel=function,
+        constants=flags | {"PER_HEAD": per_head},
+        launch=launch,
+        scalars=scalars,
+    )
 
 
-COMPILED = CompiledOp(table=TABLE, cases=cases)
+def _by_rule() -> Iterator[CompileCase]:
+    """The backward that takes most shared memory of widths without a row: LTX, whose heads turn as one, or apart."""
+    rows = frozenset(f"{name}_ptr" for name in ("dqo", "dko", "q", "k", "wq", "wk", "dq", "dk"))
+    for dtype, fp32 in (("bfloat16", frozenset[str]()), ("float32", rows)):
+        launch = configuration({}, "qk_backward", LTX_WIDTH, dtype)
+        for head_dim in (LTX_WIDTH, HEAD_DIM):
+            case = _case("qk_backward", LTX_WIDTH, launch, head_dim, per_head=False)
+            yield replace(case, name=f"{case.name} {dtype}, heads of {head_dim}", fp32=fp32)
+
+
+COMPILED = CompiledOp(table=TABLE, cases=cases, extra=tuple(_by_rule()))
