@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,7 @@ from actors.outcome import Exit
 from app.run.cluster import ClusterAddress
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
-from app.run.signals import unwinds_on_signal
+from app.run.signals import signals_wait, unwinds_on_signal
 from ops.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -71,17 +71,17 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
             found = _cluster(joining, leaves)
             if found is None:
                 return Exit.OK if leaves.is_set() or _is_over(joining) else _no_cluster(joining)
-            node = JoinedNode(found, joining.address)
             leaving = "" if joining.to_the_end else " (SIGTERM, SIGUSR1: workers finish, then this machine leaves)"
             print(f"joining {found.address}{leaving}", flush=True)
-            try:
+            with ExitStack() as held:
+                with signals_wait():
+                    node = JoinedNode(found, joining.address)
+                    held.callback(node.end)
                 while node.lives and not leaves.wait(_WATCH_S):
                     pass
                 if leaves.is_set():
                     _leave(found, node, joining.leave_s)
                     return Exit.OK
-            finally:
-                node.end()
             short = short + 1 if node.lasted_s < _SHORT_S else 0
             if short == _SHORT_STARTS:
                 print(f"error: this machine cannot join {found.address}: {node.said}", file=sys.stderr)
