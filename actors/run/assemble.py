@@ -42,6 +42,7 @@ from actors.records.events import DeviceAssumed, ProfileRefused
 from actors.run.asides import AsideSource, AsideTurns, NoAsides
 from actors.run.committer import Committer
 from actors.run.controller import Controller, LookPace
+from actors.run.data_wait import DataPace
 from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
@@ -159,6 +160,7 @@ def put_together(
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
     look_pace: LookPace | None = None,
+    data_pace: DataPace | None = None,
     relays: Relays | None = None,
 ) -> Controller:
     """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device. Without `relays`
@@ -219,6 +221,7 @@ def put_together(
         speeds=speeds or Speeds(),
         recalibration=recalibration,
         look_pace=look_pace or LookPace(),
+        data_pace=data_pace or DataPace(),
     )
 
 

@@ -27,7 +27,7 @@ from actors.pool.membership_types import Boundary, Break, Starvation, Tick
 from actors.records.events import RunStarted, RunStopping, SamplesDropped, SpeedsLearned
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
-from actors.run.data_wait import DataWait
+from actors.run.data_wait import DataPace, DataWait
 from actors.run.decode_room import DecodeRoom
 from actors.run.ending import Ending
 from actors.run.generations import GenerationManager
@@ -83,13 +83,14 @@ class Controller:
     step_pace: StepPace = field(default_factory=StepPace)
     recalibration: Recalibration | None = None
     look_pace: LookPace = field(default_factory=LookPace)
+    data_pace: DataPace = field(default_factory=DataPace)
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
     _look_s: float = 0.0  # from that look to the next
     _collect_s: float = 0.0  # CPU seconds of the last `collect` that found no step to have ended
 
     def __post_init__(self) -> None:
-        self._data_wait = DataWait(self.events.tell, self.committer.say)
+        self._data_wait = DataWait(self.events.tell, self.committer.say, self.data_pace)
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
         self._decode_room = DecodeRoom(self.config.data.engine, self.config.workers.cpus_per_worker, self.events.tell)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from actors.outcome import Tell
 from actors.records.events import DataAwaited, DataBack
@@ -11,9 +12,17 @@ from data.errors import DataUnreachable
 
 log = logging.getLogger(__name__)
 
-_TRY_S, _LONGEST_TRY_S = 5.0, 60.0  # a try starts a feeder, which looks at every shard
 _TOLD_S = 600.0  # an alert on an event lasts an hour, on W&B 15 minutes
-_LONGEST_S = 12 * 3600.0  # as for the run's own files (`actors.run.committer`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPace:
+    """Seconds to the first new try, which starts a feeder that looks at every shard; between later ones at most; and
+    of the whole wait."""
+
+    try_s: float = 5.0
+    longest_try_s: float = 60.0
+    longest_s: float = 12 * 3600.0  # as for the run's own files (`actors.run.committer`)
 
 
 class DataWait:
@@ -25,27 +34,27 @@ class DataWait:
     wait.came(7, now)               # the step is there
     """
 
-    def __init__(self, tell: Tell, say: Callable[[str], object]) -> None:
+    def __init__(self, tell: Tell, say: Callable[[str], object], pace: DataPace = DataPace()) -> None:
         """`say`: where people ask what the run waits for; "": for nothing."""
-        self._tell, self._say = tell, say
+        self._tell, self._say, self._pace = tell, say, pace
         self._since: float | None = None
         self._step = -1  # that is waited for
         self._told = self._next = 0.0
-        self._pause_s = _TRY_S
+        self._pause_s = pace.try_s
         self.closed = False  # nothing comes from the feeder that there is
 
     def failed(self, step: int, error: DataUnreachable, now: float) -> None:
         """This step cannot be read. Raises the error when that has lasted for too long."""
         if self._since is None:
-            self._since, self._told, self._pause_s = now, now - _TOLD_S, _TRY_S
-        if now - self._since > _LONGEST_S:
+            self._since, self._told, self._pause_s = now, now - _TOLD_S, self._pace.try_s
+        if now - self._since > self._pace.longest_s:
             raise error
         self._step, self.closed, self._next = max(step, self._step), True, now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_TRY_S)
+        self._pause_s = min(2 * self._pause_s, self._pace.longest_try_s)
         if now - self._told >= _TOLD_S:
             self._told = now
             waited_s = round(now - self._since, 1)
-            awaited = DataAwaited(step=step, why=str(error), seconds=waited_s, longest_s=_LONGEST_S)
+            awaited = DataAwaited(step=step, why=str(error), seconds=waited_s, longest_s=self._pace.longest_s)
             log.warning("%s", awaited.describe())
             self._tell(awaited)
             self._say(awaited.describe())

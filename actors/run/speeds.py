@@ -20,7 +20,7 @@ from actors.planning.observations import cannot_be, work_of
 
 _NEWEST = 50  # cascades of a shape that a worker is known by: later ones count with 1 / 50
 _NOTICEABLE = 0.3  # smaller deviations are noise (shared CPUs: 20 %) and change no plan
-_NORMAL = 0.2  # one that was told as slow is normal again below this, so that 0.3 itself is no place to flutter at
+_NORMAL = 0.2  # one that was reported as slow is normal again below this, so that 0.3 itself is no place to flutter at
 _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few

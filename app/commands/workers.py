@@ -159,7 +159,7 @@ def stop(
 
 
 def _await_the_end(run: Path, wait_s: float) -> None:
-    """Of a run that has taken its last step."""
+    """Wait for the end of a run that has taken its last step."""
     deadline = time.monotonic() + wait_s
     while lives(run):
         if time.monotonic() >= deadline:

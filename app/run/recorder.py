@@ -85,7 +85,7 @@ class Recorder:
         self._unwritten: deque[str] = deque(maxlen=_EVENTS)  # events
         self._timed: StepMetrics | None = None  # the newest step that is in the timeline
         self._finished = False  # all steps are done
-        self._failed = False  # RunFailed was told
+        self._failed = False  # there is a RunFailed
         self._code = int(Exit.OK)  # of the run, as far as known
 
     def __enter__(self) -> Recorder:
@@ -102,13 +102,13 @@ class Recorder:
             self._close()
 
     def ended(self, outcome: Outcome) -> None:
-        """This is how the run has ended. A failure is told, unless it was already."""
+        """This is how the run has ended. A failure goes to all records, unless it is there already."""
         self._code = outcome.code
         if outcome.code not in (Exit.FAILURE, Exit.PLAN, Exit.DATA) or self._failed:
             return
         try:
             self.on_event(RunFailed(time=time.time(), why=outcome.reason, code=outcome.code))
-        except Exception:  # the error that is told of may be the same
+        except Exception:  # it may have failed by the same error
             log.exception("the end is not in %s", self._events.path.name)
 
     def _end_lora(self) -> None:

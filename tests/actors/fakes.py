@@ -65,7 +65,7 @@ class Listening:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.told: list[Any] = []  # events
-        self.synced: list[int] = []  # how many steps had been told when a checkpoint began
+        self.synced: list[int] = []  # how many steps there were when a checkpoint began
         self.checkpoints: list[int] = []
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: Any) -> None:

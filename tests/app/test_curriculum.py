@@ -38,7 +38,7 @@ def test_pictures_come_first_then_short_clips_then_long_ones(data: Dataset) -> N
 
 def test_the_curriculum_of_the_page_is_one(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    (written,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (written,) = re.findall(r"^```yaml\n(data:.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "run.yaml").write_text("run: {name: t}\n" + written, encoding="utf-8")
     config = RunConfig.load(tmp_path / "run.yaml").data
     assert [segment.until_step for segment in config.segments] == [2000, 10_000, 0]

@@ -37,9 +37,11 @@ from actors.plan.types import Cluster
 from actors.progress import Progress
 from actors.refs import Ref
 from app.bench.cluster.physics import Physics
-from ops.shards import ARRAYS, shard_bounds
+from ops.config import OptimizerConfig
+from ops.shards import shard_bounds, state_names
 
 ELEMENTS = 1 << 24  # of the state that virtual workers share; none of them has any
+_NAMES = state_names(OptimizerConfig())  # of its arrays
 
 
 T = TypeVar("T")
@@ -287,7 +289,7 @@ class VirtualWorker:
             hi=hi,
             total=ELEMENTS,
             bank=0,
-            names=ARRAYS,
+            names=_NAMES,
             updates=step + 1,
         )
 

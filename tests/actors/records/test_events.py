@@ -99,6 +99,7 @@ WORDS = {  # a value for every field that an event has
     "by_bucket": {"17x64x96": 0.5},
     "by_noise": {"0-0.25": 0.5},
     "other": "i",
+    "others": (3, 4),
     "mib_per_s": 8.5,
     "usual_mib_per_s": 110.0,
     "busy_s": 21.0,

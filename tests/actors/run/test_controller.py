@@ -41,6 +41,7 @@ from actors.records.events import (
 )
 from actors.run.asides import AsideTurns
 from actors.run.controller import Controller, LookPace
+from actors.run.data_wait import DataPace
 from actors.run.decode_room import DecodeRoom
 from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
@@ -235,6 +236,7 @@ class Run:
         listener: Callable[[Run], Listening] = lambda run: Listening(),
         source: Source | None = None,
         first: int = -1,
+        data_pace: DataPace | None = None,
     ) -> None:
         self.listener = listener(self)
         self.source, self.state, self.planner = source or Source(), Held(first), Planning()
@@ -254,6 +256,7 @@ class Run:
             events=Events(self.listener),
             source=self.source,
             planner=self.planner,
+            data_pace=data_pace or DataPace(try_s=0.0),
             shortage=shortage,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names, taken=list),
@@ -396,15 +399,9 @@ class SilentStorage(Source):
         return super().has(step, timeout_s)
 
 
-@pytest.fixture
-def without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.run.data_wait._TRY_S", 0.0)
-
-
 EIO = DataUnreachable("read /nfs/0.tar at 512: Input/output error (5 attempts)")
 
 
-@pytest.mark.usefixtures("without_pause")
 def test_a_run_whose_data_does_not_answer_finishes_what_is_under_way_and_goes_on_when_it_does() -> None:
     run = Run(Workers(), source=SilentStorage(4, EIO))
     assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)), "each step counts once"
@@ -414,7 +411,6 @@ def test_a_run_whose_data_does_not_answer_finishes_what_is_under_way_and_goes_on
     assert [event.from_step for event in run.told(GenerationFormed)] == [0, 3]
 
 
-@pytest.mark.usefixtures("without_pause")
 def test_a_worker_that_dies_while_the_data_does_not_answer_is_no_matter() -> None:
     workers = Workers(dies=lambda name, step: (name, step) == ("w1", 2))
     run = Run(workers, source=SilentStorage(5, EIO))
@@ -423,18 +419,13 @@ def test_a_worker_that_dies_while_the_data_does_not_answer_is_no_matter() -> Non
 
 
 @pytest.mark.parametrize("error", [DataIOError("0.tar is gone since it was indexed"), EIO])
-def test_data_that_is_lost_or_does_not_answer_for_too_long_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    monkeypatch.setattr("actors.run.data_wait._LONGEST_S", 0.2)
-    monkeypatch.setattr("actors.run.data_wait._TRY_S", 0.01)
+def test_data_that_is_lost_or_does_not_answer_for_too_long_ends_the_run(error: Exception) -> None:
     before = time.monotonic()
     with pytest.raises(type(error)):
-        Run(Workers(), source=SilentStorage(10**6, error))
+        Run(Workers(), source=SilentStorage(10**6, error), data_pace=DataPace(try_s=0.01, longest_s=0.2))
     assert (time.monotonic() - before > 0.2) == (error is EIO)
 
 
-@pytest.mark.usefixtures("without_pause")
 def test_a_run_that_is_continued_waits_for_its_data_and_one_that_begins_does_not() -> None:
     run = Run(Workers(), source=SilentStorage(3, EIO, shut=True), first=1)
     assert run.outcome.code == 0 and run.listener.steps == [2, 3, 4, 5] and run.source.opened == [2, 2, 2]
