@@ -17,6 +17,7 @@ from ops.models.folders import check_tokenizer, component, tokenizer_of
 from ops.models.frozen import Source, frozen
 from ops.models.place import home_of, on_device, visiting
 from ops.models.seeded import drawn_from
+from ops.models.text_masks import padding_mask
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class T5Text:
         self.config = config
         self.max_length, self.pad_to, self.unmasked = config.max_length, config.pad_to, config.unmasked
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
+        self._dtype = next(self.parameters()).dtype
 
     def count(self, caption: str) -> int:
         return max(len(self._tokens(caption)), self.pad_to)
@@ -106,15 +108,14 @@ class T5Text:
             longest = self.unmasked or max(len(tokens[i]) for i in group)
             if not longest:  # empty captions that are no text
                 for i in group:
-                    result[i] = torch.zeros(0, self.dim, dtype=next(self.parameters()).dtype, device=self.device)
+                    result[i] = torch.zeros(0, self.dim, dtype=self._dtype, device=self.device)
                 continue
             ids = torch.zeros(len(group), longest, dtype=torch.long)
-            mask = torch.zeros(len(group), longest, dtype=torch.long)
             for row, i in enumerate(group):
                 ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
-                mask[row, : self.unmasked or len(tokens[i])] = 1
-            there, shown = upload([ids, mask], self.device)
-            states = self.encoder(input_ids=there, attention_mask=shown).last_hidden_state
+            mask = padding_mask([self.unmasked or len(tokens[i]) for i in group], longest, self._dtype)
+            there, *hidden = upload([ids] if mask is None else [ids, mask], self.device)
+            states = self.encoder(input_ids=there, attention_mask=hidden[0] if hidden else None).last_hidden_state
             for row, i in enumerate(group):
                 # what is encoded of the rows after a caption counts as its own where these are asked for
                 state = states[row, : max(len(tokens[i]), min(self.pad_to, self.unmasked))]

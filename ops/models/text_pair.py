@@ -21,6 +21,7 @@ from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, clean, length_groups
 from ops.models.text_glyphs import GlyphText
+from ops.models.text_masks import causal_mask
 from ops.models.text_picture import Eyes, LlavaText
 from ops.models.text_vision import SiglipRows
 from ops.packed.uploads import upload
@@ -65,6 +66,8 @@ class LlamaText:
         self.encoder = on_device(encoder, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer, self.recipe = tokenizer, recipe
         self.dim, self.max_length = config.d_model, config.max_length
+        self._dtype = next(encoder.parameters()).dtype
+        self._needs_mask = recipe.states == "llama"  # without one it reads its positions back, which a Qwen does not
         found = len(self._tokens(""))
         if found <= recipe.crop:
             raise ValueError(
@@ -88,9 +91,10 @@ class LlamaText:
             ids = torch.zeros(len(group), max(len(tokens[i]) for i in group), dtype=torch.long)
             for row, i in enumerate(group):
                 ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
-            # Causal and padded at the end: no row sees padding, so no mask is needed.
+            # Causal and padded at the end: no row sees padding.
             (there,) = upload([ids], self.device)
-            states = self.encoder(input_ids=there, use_cache=False).last_hidden_state
+            mask = causal_mask(ids.shape[1], self._dtype, self.device) if self._needs_mask else None
+            states = self.encoder(input_ids=there, attention_mask=mask, use_cache=False).last_hidden_state
             for row, i in enumerate(group):
                 result[i] = states[row, self.recipe.crop : len(tokens[i])].clone()  # a view would keep the batch
         return [rows for rows in result if rows is not None]

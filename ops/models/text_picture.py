@@ -19,6 +19,7 @@ from ops.models.config import TextConfig
 from ops.models.image import Preprocessor
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import Tokenizer, length_groups
+from ops.models.text_masks import causal_mask
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
@@ -124,8 +125,10 @@ class LlavaText:
         patches = tower.hidden_states[config.vision_feature_layer][:, 1:]  # without CLIP's class token
         rows = model.multi_modal_projector(patches)
         embeds = torch.cat([embeds[:, : self._at], rows, embeds[:, self._at + self.picture_tokens :]], dim=1)
-        # Causal and padded at the end: no row sees padding, so no mask is needed.
-        states: Tensor = model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        # Causal and padded at the end: no row sees padding.
+        mask = causal_mask(embeds.shape[1], embeds.dtype, self.device)
+        found = model.language_model(inputs_embeds=embeds, attention_mask=mask, use_cache=False)
+        states: Tensor = found.last_hidden_state
         return states
 
     def _rows_of(self, ids: list[int]) -> list[int]:

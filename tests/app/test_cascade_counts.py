@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from app.bench.gpu.counting import STAND_IN, DispatchCounter, counted_bag, counted_step
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_bag, counted_step
 from app.bench.gpu.models import build
 from ops.models.base.config import DiTConfig
+from ops.models.config import TextConfig
+from ops.models.families import TEXT_RECIPES
+from ops.models.load import build_text
 from tests.families.registry import VARIANTS
 
 
@@ -32,6 +36,24 @@ def test_a_cascade_of_a_bag_waits_for_nothing_either(config: DiTConfig) -> None:
     """Hosts tell each other how long their texts are, without their devices: before, each waited twice for its own."""
     for member in counted_bag(config):
         assert (member.uploads, member.downloads, member.waits) == (2, 0, 0)
+
+
+TEXTS = {kind: TextConfig(kind=kind, max_length=64, picture_every=4) for kind in TEXT_RECIPES} | {
+    "t5": TextConfig(max_length=64),
+    "t5 that sees its padding": TextConfig(max_length=64, unmasked=64, pad_to=64),
+}
+
+
+@pytest.mark.parametrize("config", TEXTS.values(), ids=TEXTS)
+def test_an_encode_of_texts_waits_for_nothing(config: TextConfig) -> None:
+    """Captions of many lengths, with what they quote and what they show. Before, each batch of a T5 waited until it
+    was known whether anything is hidden, and of a Llama whether its positions go on."""
+    captions = ["a red circle", "a blue square moves to the right", "a wide triangle", 'a sign "open"', "x" * 300]
+    pictures = [np.zeros((32, 32, 3), np.uint8)] * len(captions) if config.sees_picture else []
+    text = build_text(config, STAND_IN)
+    with as_on_a_gpu(), DispatchCounter() as counter:
+        text.encode(captions, pictures)
+    assert counter.uploads > 0 and (counter.downloads, counter.waits) == (0, 0)
 
 
 def test_gradients_of_a_block_reach_the_sum_by_few_launches() -> None:
