@@ -32,6 +32,7 @@ from ops.flow.sampling import (
 from ops.flow.schedulers import ScheduledClip
 from ops.geometry import Geometry
 from ops.packed.patches import patchify, unpatchify
+from ops.packed.uploads import brought, upload, upload_numbers
 
 _TIMES = 1000  # of `ForcingSchedule`, however many the training has
 _WAITING = 0.999  # the noise level of which the transformer is given the time for a block that has not begun
@@ -151,7 +152,7 @@ class _Window:
         """[C, t, h, w] -> [t, h w, P]"""
         device, dtype = self._forced.there
         rows = patchify(latent, self._forced.geometry.patch)
-        return rows.view(-1, self._grid[1] * self._grid[2], rows.shape[1]).to(device, dtype)
+        return upload([rows.view(-1, self._grid[1] * self._grid[2], rows.shape[1]).to(dtype)], device)[0]
 
     def forward(self, index: int) -> None:
         """One forward, and the steps that blocks take by it."""
@@ -177,7 +178,7 @@ class _Window:
         of_frames = [waiting if step == WAITS else times[step] for step in row for _ in range(self._size)]
         if share := self._forced.history_share:
             of_frames[: self._history] = [share * config.num_train_timesteps] * self._history
-        return torch.tensor(of_frames * len(self.frames), dtype=torch.float64).to(device, dtype)
+        return upload_numbers([of_frames * len(self.frames)], dtype, device)[0]
 
     def _seen(self, frames: Tensor, seed: int, index: int) -> Tensor:
         """With a little noise on the frames that are there from the beginning."""
@@ -194,7 +195,10 @@ class _Window:
 
 def _first_of(request: SampleRequest, like: Tensor) -> Tensor:
     """The frames [n, h w, P] that a clip is given."""
-    return like[:0] if request.first is None else request.first.to(like).view(-1, *like.shape[1:])
+    if request.first is None:
+        return like[:0]
+    (given,) = brought([request.first], like.device)
+    return given.to(like).view(-1, *like.shape[1:])
 
 
 class _EulerClip:

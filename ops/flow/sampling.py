@@ -28,6 +28,7 @@ from ops.packed.conditions import Conditions
 from ops.packed.packing import Layout
 from ops.packed.packing import Sequence as PackedSequence
 from ops.packed.patches import patchify, unpatchify
+from ops.packed.uploads import brought, upload, upload_numbers
 
 _STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size
 
@@ -138,7 +139,7 @@ def sample_latents(
     guidance = Guidance.of(dit, requests, grids, negative, negative_pooled, config, group, half)
     layout, own = guidance.prompt.layout, guidance.group
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
-    start = [_noise_tokens(request, geometry, channels).to(device, dtype) for request in requests]
+    start = upload([_noise_tokens(request, geometry, channels).to(dtype) for request in requests], device)
     x = layout.local(start)
     steps: _OwnSteps | _SchedulerSteps
     if config.scheduler is None:
@@ -282,7 +283,7 @@ class _OwnSteps:
 
     def __init__(self, config: SamplerConfig, layout: Layout, diffusion: Diffusion | None, x: Tensor) -> None:
         schedules = [steps_of(config, length, diffusion) for length in layout.lengths]
-        numbers = torch.tensor(schedules, dtype=torch.float64).to(x.device, x.dtype)  # [S, steps, 3]
+        (numbers,) = upload([torch.tensor(schedules, dtype=x.dtype)], x.device)  # [S, steps, 3]
         self._times, self._keep, self._change = numbers.permute(2, 1, 0).unbind()
         self._layout = layout
 
@@ -322,7 +323,7 @@ class _SchedulerSteps:
 
     def times(self, index: int) -> Tensor:
         like = self._tokens[0]
-        return torch.tensor([clip.times[index] for clip in self._clips], dtype=torch.float64).to(like)
+        return upload_numbers([[clip.times[index] for clip in self._clips]], like.dtype, like.device)[0]
 
     def step(self, index: int, x: Tensor, prediction: Tensor) -> Tensor:
         """`x` is what the step before gave back, or the rows of `start`."""
@@ -432,11 +433,11 @@ class _Prompts:
         layout = Layout(sequences, *place, text_recurs=True, in_halves=in_halves, block_frames=causal)
         return _Prompts(
             layout=layout,
-            text=torch.cat([text.to(device) for text in texts]),
-            told=layout.local(told).to(device) if told else None,
+            text=torch.cat(brought(texts, device)),
+            told=brought([layout.local(told)], device)[0] if told else None,
             conditions=Conditions(
-                image=torch.cat(images).to(device) if images else None,
-                pooled=torch.stack(list(pooled)).to(device) if pooled else None,
+                image=torch.cat(brought(images, device)) if images else None,
+                pooled=torch.stack(brought(pooled, device)) if pooled else None,
                 guidance=None if guidance is None else torch.full((len(texts),), guidance, device=device),
             ),
         )

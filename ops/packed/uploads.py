@@ -34,6 +34,15 @@ def upload(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
     return list(tensors) if place.type == "cpu" or not tensors else _together(tensors, place)
 
 
+def brought(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Each tensor on the device: those of the host by one copy, as `upload`, those of this device as they are."""
+    found = list(tensors)
+    places = [place for place, tensor in enumerate(found) if tensor.device.type == "cpu"]
+    for place, there in zip(places, upload([found[place] for place in places], device), strict=True):
+        found[place] = there
+    return found
+
+
 def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     starts, end = [], 0
     for tensor in tensors:

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_bag, counted_step
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_autocast, as_on_a_gpu, counted_bag, counted_step
 from app.bench.gpu.models import build
+from ops.config import ForcingSchedule
+from ops.flow.forced_sampling import sample_forced
+from ops.flow.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig
 from ops.models.families import TEXT_RECIPES
@@ -53,6 +57,26 @@ def test_an_encode_of_texts_waits_for_nothing(config: TextConfig) -> None:
     text = build_text(config, STAND_IN)
     with as_on_a_gpu(), DispatchCounter() as counter:
         text.encode(captions, pictures)
+    assert counter.uploads > 0 and (counter.downloads, counter.waits) == (0, 0)
+
+
+FORCING = ForcingSchedule(ar_step=1, base_num_frames=17, overlap_history=5, addnoise_condition=20)
+
+
+@pytest.mark.parametrize("forcing", [None, FORCING], ids=["all at once", "in windows"])
+@pytest.mark.parametrize("given", [False, True], ids=["of noise", "of a first frame"])
+def test_sampling_of_clips_waits_for_nothing(given: bool, forcing: ForcingSchedule | None) -> None:
+    """Two windows of two clips, of which texts and first frames come from the host. Before, each forward waited for the
+    times of its frames, and for the noise of those that a window takes over."""
+    config, geometry = VARIANTS["skyreels df"], Geometry(vae_stride=(4, 8, 8), patch=(1, 2, 2))
+    text, first = torch.ones(5, config.text_dim), torch.ones(4, 4 * config.out_channels) if given else None
+    dit = build(config, STAND_IN, torch.bfloat16)
+    dit.register_forward_pre_hook(as_autocast)
+    requests = [SampleRequest(text=text, frames=33, height=32, width=32, seed=seed, first=first) for seed in range(2)]
+    settings = SamplerConfig(steps=3, forcing=forcing)
+    sample = sample_forced if forcing else sample_latents
+    with as_on_a_gpu(), DispatchCounter() as counter:
+        sample(dit, requests, text, geometry, settings)
     assert counter.uploads > 0 and (counter.downloads, counter.waits) == (0, 0)
 
 

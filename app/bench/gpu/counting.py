@@ -407,11 +407,11 @@ def _worker(config: DiTConfig, blocks: bool, groups: Groups | None = None) -> Ex
         for name, child in list(dit.named_children()):
             if isinstance(child, nn.ModuleList):
                 setattr(dit, name, nn.ModuleList())
-    dit.register_forward_pre_hook(_as_autocast)
+    dit.register_forward_pre_hook(as_autocast)
     return worker_alone(dit, config, groups=groups)
 
 
-def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+def as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
     """The casts of tokens and text in front of the first products, which `torch.autocast` makes of a real device."""
     tokens, times, text, *others = args
     assert isinstance(tokens, Tensor) and isinstance(text, Tensor)
