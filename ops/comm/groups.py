@@ -34,9 +34,11 @@ from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, W
 
 # For a process before its first communicator. PyTorch's answer to a broken communicator is to end the process, and so
 # the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
-# So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. Whatever a
-# cluster sets for other programs does not count.
+# So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. And with
+# TORCH_NCCL_BLOCKING_WAIT each wait of a collective would hold the host up until the device has come there, and give
+# up after a time limit of its own. Whatever a cluster sets for other programs does not count.
 _NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # wins over NCCL_BLOCKING_WAIT, its earlier name
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

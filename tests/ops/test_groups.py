@@ -71,13 +71,15 @@ def test_waiting_ends_when_the_groups_are_closed() -> None:
 
 def test_pytorch_never_ends_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of ProcessGroupNCCL.hpp, in workers as in processes that profile or sample. A monitor or a dump would act
-    minutes after the error was handled; a watchdog that meets an error of the device ends the process otherwise."""
-    names = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
+    minutes after the error was handled; a watchdog that meets an error of the device ends the process otherwise. And no
+    host waits for what is the device's to wait for."""
+    names = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
     for name in names:
         monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as many clusters have it
+    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT"):  # as many clusters have them
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "1")
     Groups(dist.HashStore(), 0, (0,), "nccl", 0, 1.0, CancelToken(), device=torch.device("cuda", 0))
-    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 4
+    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 5
 
 
 @pytest.mark.parametrize(("ctas", "bag_ctas"), [(0, 0), (4, 0), (0, 8), (4, 16)])
