@@ -4,7 +4,8 @@ communication, which is ops.update.sync."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +127,14 @@ class TrainedRange:
     def of(self, first: int, values: Tensor) -> Tensor:
         """What of it lies in `values`, which begin at element `first` of the flat vector."""
         return values[max(0, self.lo - first) : max(0, self.hi - first)]
+
+
+def lying_in(trained: Sequence[TrainedRange], first: int, last: int) -> Iterator[TrainedRange]:
+    """Those of ranges in order, which do not overlap, of which something lies in [first, last), which is not empty."""
+    for index in range(bisect_right(trained, first, key=lambda one: one.hi), len(trained)):
+        if trained[index].lo >= last:
+            return
+        yield trained[index]
 
 
 def update_range(

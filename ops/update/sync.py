@@ -37,7 +37,7 @@ from ops.update.gradients import Gradients
 from ops.update.host_sum import HostCopy
 from ops.update.muon import MatrixUpdates, add_to_momentum, matrices_of, rates_in
 from ops.update.node_sum import fellows_of
-from ops.update.optimizer import TrainedRange, gradient_scale, lr_at, update_range
+from ops.update.optimizer import TrainedRange, gradient_scale, lr_at, lying_in, update_range
 from ops.update.own_state import OwnState, ShardBanks
 from ops.update.parameters import Parameters
 from ops.update.prodigy import TAKEN_IN, ProdigyStep, first_distance, next_distance, take_in, update_rate
@@ -399,7 +399,7 @@ class FlatSync:
             fresh = self._fresh(lo, hi)
             for first, last in self._pieces(lo, hi):
                 state = bring(slice(first - self.lo, last - self.lo))
-                for part in trained:
+                for part in lying_in(trained, first, last):
                     update_range(self.config, lr, part, first, state, gradient[first - lo : last - lo])
                     if fresh is not None:
                         part.of(first, fresh[first - lo : last - lo]).copy_(part.of(first, state["master"]))
@@ -420,7 +420,7 @@ class FlatSync:
             for first, last in self._pieces(lo, hi):
                 momentum = self.state.bring(slice(first - self.lo, last - self.lo))["exp_avg"]
                 piece = gradient[first - lo : last - lo]
-                for part in trained:
+                for part in lying_in(trained, first, last):
                     add_to_momentum(part.of(first, piece), part.of(first, momentum), part.factor)
             if trained and gradient.data_ptr() != self.gradients.part(lo, hi).data_ptr():
                 self.gradients.part(lo, hi).copy_(gradient)

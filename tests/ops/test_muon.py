@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.config import TrainConfig
 from ops.comm.collectives import Group
@@ -20,9 +21,11 @@ from ops.models.load import build_dit
 from ops.shards import shard_bounds
 from ops.update.flat_vector import slots, trainable
 from ops.update.muon import Matrix, matrices_of, orthogonal, pieces_of, rates_in
+from ops.update.optimizer import TrainedRange, lying_in
 from ops.update.sync import FlatSync
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.nccl_rules import nccl_rules
+from tests.ops.placed import placed
 from tests.ops.test_sync import (
     FLAT_ONLY,
     SAMPLES,
@@ -97,6 +100,55 @@ def test_the_part_of_an_expert_that_saw_nothing_stays_as_it_is() -> None:
     assert moved == {name: not name.startswith("left") for name in moved}
 
 
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[Matrix], int]:
+    """Matrices with other elements between them, and how many elements there are."""
+    matrices, at, side = [], 0, st.integers(1, 12)
+    for between, rows, columns in draw(st.lists(st.tuples(st.integers(0, 40), side, side), min_size=1)):
+        at += between
+        matrices.append(Matrix(lo=at, hi=at + rows * columns, rows=rows, columns=columns))
+        at += rows * columns
+    return matrices, at + draw(st.integers(0, 40))
+
+
+class _EmptyOps(TorchDispatchMode):
+    """Counts the ops that change nothing, of tensors without an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # PyTorch's
+        self.found += not func.is_view and isinstance(args[0], torch.Tensor) and not args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_piece_of_the_state_handles_the_matrices_that_lie_in_it_alone(dtype: torch.dtype) -> None:
+    """Pieces of 13 elements each, of matrices that one bucket has together."""
+    model = copy.deepcopy(START).to(dtype)
+    sync = FlatSync(model, MUON, TOTAL_STEPS, places=placed(state="host"), update_elements=13)
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    with _EmptyOps() as empty:
+        sync.finish_step(0, 1.0, 1.0, 1.0, lambda phase: None)
+    assert empty.found == 0
+    assert not np.array_equal(flat_weights(model), flat_weights(START))
+
+
+@given(layouts(), st.data())
+def test_what_lies_in_a_piece_is_what_overlaps_it(layout: tuple[list[Matrix], int], data: st.DataObject) -> None:
+    matrices, total = layout
+    trained = [
+        TrainedRange(lo=lo, hi=hi, factor=1.0, updates=1, rate=rate) for lo, hi, rate in rates_in(matrices, 0, total)
+    ]
+    first = data.draw(st.integers(0, total))
+    last = data.draw(st.integers(first + 1, total + 1))
+    plain = [one for one in trained if max(one.lo, first) < min(one.hi, last)]
+    assert [*lying_in(trained, first, last)] == plain
+
+
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_of_every_family_linear_layers_of_blocks_are_its_matrices(name: str) -> None:
     model = build_dit(VARIANTS[name], seed=0)
@@ -128,17 +180,6 @@ def test_without_a_matrix_in_blocks_it_is_refused() -> None:
 def test_deepspeed_which_cuts_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train.optimizer.kind muon needs whole\. Set kind to adamw, or"):
         TrainConfig(sync="deepspeed", optimizer=MUON)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[Matrix], int]:
-    """Matrices with other elements between them, and how many elements there are."""
-    matrices, at, side = [], 0, st.integers(1, 12)
-    for between, rows, columns in draw(st.lists(st.tuples(st.integers(0, 40), side, side), min_size=1)):
-        at += between
-        matrices.append(Matrix(lo=at, hi=at + rows * columns, rows=rows, columns=columns))
-        at += rows * columns
-    return matrices, at + draw(st.integers(0, 40))
 
 
 @given(layouts(), st.data())
