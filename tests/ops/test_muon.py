@@ -15,12 +15,23 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.config import TrainConfig
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu
+from app.bench.gpu.models import WAN_14B
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.models.load import build_dit
+from ops.models.load import build_dit, dit_skeleton
 from ops.shards import shard_bounds
 from ops.update.flat_vector import slots, trainable
-from ops.update.muon import Matrix, matrices_of, orthogonal, pieces_of, rates_in
+from ops.update.muon import (
+    Matrix,
+    MatrixUpdates,
+    batches_of,
+    matrices_of,
+    on_a_device,
+    orthogonal,
+    pieces_of,
+    rates_in,
+)
 from ops.update.optimizer import TrainedRange, lying_in
 from ops.update.sync import FlatSync
 from tests.families.registry import ONE_EACH, VARIANTS
@@ -33,6 +44,7 @@ from tests.ops.test_sync import (
     TOTAL_STEPS,
     assert_same_training,
     flat_weights,
+    on_threads,
     reference,
     run_flat,
     sample_loss,
@@ -52,6 +64,80 @@ def test_singular_vectors_stay_and_singular_values_come_near_one(shape: tuple[in
 
 def test_a_matrix_without_a_gradient_stays_zero() -> None:
     assert not orthogonal(torch.zeros(4, 3)).any()
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (5, 13), (13, 5)])
+def test_several_at_once_are_each_as_alone(shape: tuple[int, int]) -> None:
+    matrices = torch.randn((6, *shape), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrices[2] = 0.0
+    torch.testing.assert_close(orthogonal(matrices), torch.stack([*map(orthogonal, matrices)]), rtol=0, atol=1e-12)
+
+
+SHAPES = [(4, 6), (6, 4), (4, 6), (3, 3), (4, 6), (6, 4), (4, 6), (4, 6)]  # with ten other elements before each
+
+
+def matrices_of_shapes() -> list[Matrix]:
+    ends = [*itertools.accumulate(10 + rows * columns for rows, columns in SHAPES)]
+    return [
+        Matrix(lo=end - rows * columns, hi=end, rows=rows, columns=columns)
+        for end, (rows, columns) in zip(ends, SHAPES, strict=True)
+    ]
+
+
+def turned(workers: int, at_once: int) -> torch.Tensor:
+    """A flat gradient whose matrices this number of workers have made orthogonal."""
+    matrices = matrices_of_shapes()
+    total = matrices[-1].hi + 5
+    flat, bounds = torch.randn(total, generator=torch.Generator().manual_seed(1)), shard_bounds(total, workers)
+
+    def work(rank: int, group: Group) -> torch.Tensor:
+        lo, hi = bounds[rank]
+        own = flat[lo:hi].clone()
+        updates = MatrixUpdates(matrices, own.dtype, own.device, lambda matrix: at_once)
+        updates.form(group, bounds)
+        updates.run(lambda first, last: own[first - lo : last - lo], [(0, total)])
+        return own
+
+    return torch.cat(on_threads(workers, work))
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 64])
+def test_a_matrix_has_the_same_bits_whoever_has_the_others_of_its_batch(at_once: int) -> None:
+    """Cut ones, too, which come when whole ones have been computed."""
+    whole = turned(1, at_once)
+    for workers in (2, 3, 4, 7):
+        assert torch.equal(turned(workers, at_once), whole)
+    torch.testing.assert_close(whole, turned(1, 1), rtol=0, atol=1e-5)
+
+
+def test_a_batch_and_the_places_in_it_follow_from_the_model_alone() -> None:
+    matrices = matrices_of_shapes()
+    found = batches_of(matrices, lambda matrix: 2)
+    assert [(found[one][0].size, found[one][1]) for one in matrices] == [
+        (2, 0),
+        (2, 0),
+        (2, 1),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (2, 1),
+        (1, 0),
+    ]
+    assert len({found[one][0].number for one in matrices}) == 5
+    large, small = (Matrix(lo=0, hi=side**2, rows=side, columns=side) for side in (1536, 512))
+    assert (on_a_device(large), on_a_device(small)) == (1, 64)
+
+
+def test_factors_of_a_large_model_are_few_launches() -> None:
+    """Those of eight blocks of a 14B model: 22 for each batch. Before, 22 for each of 160 matrices."""
+    model = dit_skeleton(replace(WAN_14B, num_layers=8, lora_rank=32))
+    layout = slots(trainable(model))
+    matrices = matrices_of(model, layout)
+    gradient = torch.empty(layout[-1].hi, device=STAND_IN)
+    updates = MatrixUpdates(matrices, gradient.dtype, STAND_IN)
+    with as_on_a_gpu(), DispatchCounter() as counter:
+        updates.run(lambda lo, hi: gradient[lo:hi], [(0, layout[-1].hi)])
+    assert len(matrices) == 160 and counter.kernels < 200 and counter.waits == 0
 
 
 def test_it_trains_as_pytorchs_own_within_its_bf16() -> None:
