@@ -134,7 +134,9 @@ class FillWorker:
         self._device = device_of(job.workers, here)
         if self._device.type == "cuda":
             expect(self._device, job.largest_upload)
-        self._model, self._geometry = resolve(job.model)
+        model, self._geometry = resolve(job.model)
+        # Nothing lies beside an encoder here, and a call would bring as much there for every unit.
+        self._model = replace(model, text=replace(model.text, place="device"))
         self._encoders = self._none_made()
         self._made: Module | None = None
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from actors.feed.feeder import Feeder
@@ -27,7 +28,7 @@ from actors.planning.forecasts import forecast
 from actors.step import StepItems
 from actors.worker.caching import ResultCache, host_copy
 from app.caching import command, worker
-from app.caching.fill import plans_of, unit_of
+from app.caching.fill import FillPlan, plans_of, unit_of
 from app.caching.worker import FilledUnit, FillJob, FillWorker
 from app.cli import app
 from app.inputs.beside import live_texts, spared
@@ -99,8 +100,13 @@ def looked(config: RunConfig, modules: tuple[Module, ...] = BOTH) -> CacheLook:
 
 def filled(config: RunConfig, modules: tuple[Module, ...] = BOTH) -> tuple[CacheLook, list[FilledUnit]]:
     """What the command makes, by one worker in this process."""
-    found = looked(config, modules)
-    root = found.cache.cache.root
+    found, made = looked(config, modules), worker_of(config)
+    return found, [made.fill(unit_of(plan, found)) for plan in plans_of(found)]
+
+
+def worker_of(config: RunConfig) -> FillWorker:
+    """One in this process."""
+    root = looked(config, ()).cache.cache.root
     root.mkdir(parents=True, exist_ok=True)
     (root / ".sign").touch()
     made = FillWorker()
@@ -114,7 +120,7 @@ def filled(config: RunConfig, modules: tuple[Module, ...] = BOTH) -> tuple[Cache
             sign=".sign",
         )
     )
-    return found, [made.fill(unit_of(plan, found)) for plan in plans_of(found)]
+    return made
 
 
 def feeder_of(config: RunConfig, folder: Path) -> Feeder:
@@ -310,6 +316,32 @@ def test_a_batch_that_runs_out_of_memory_is_encoded_in_parts(
     _, answers = filled(config_of(clips, tmp_path), ("text",))
     assert max(sizes) > 2 and not any(answer.failed for answer in answers)
     assert not looked(config_of(clips, tmp_path)).kinds["text"].missing
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies of whole tensors by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = Counter[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # PyTorch's
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_text_encoder_of_the_host_comes_to_the_device_once_for_all_captions(clips: Path, tmp_path: Path) -> None:
+    """A run copies it for every cascade, as its transformer needs the room; here nothing else does."""
+    config = config_of(clips, tmp_path, "demo", "model.text.place=host")
+    made, found = worker_of(config), looked(config, ("text",))
+    (plan,) = plans_of(found)
+    units = [unit_of(FillPlan(number=number, entries=(one,)), found) for number, one in enumerate(plan.entries)]
+    with _Copies() as copies:
+        for unit in units:
+            assert made.fill(unit).kept == (0,)
+    (embeddings,) = {tuple(p.shape) for p in made._encoders.text.parameters() if len(p) == 384}
+    assert len(units) > 2 and copies.shapes[embeddings] <= 1
 
 
 # -- bad samples
