@@ -128,16 +128,18 @@ def test_a_batch_and_the_places_in_it_follow_from_the_model_alone() -> None:
     assert (on_a_device(large), on_a_device(small)) == (1, 64)
 
 
-def test_factors_of_a_large_model_are_few_launches() -> None:
-    """Those of eight blocks of a 14B model: 22 for each batch. Before, 22 for each of 160 matrices."""
+@pytest.mark.parametrize(("home", "waits"), [(STAND_IN, 0), (torch.device("cpu"), 10)], ids=["device", "host"])
+def test_factors_of_a_large_model_are_few_launches_and_few_waits(home: torch.device, waits: int) -> None:
+    """Those of eight blocks of a 14B model: 22 launches for each of six batches. Before, 22 for each of 160 matrices,
+    and two waits where the gradient lies in host memory."""
     model = dit_skeleton(replace(WAN_14B, num_layers=8, lora_rank=32))
     layout = slots(trainable(model))
     matrices = matrices_of(model, layout)
-    gradient = torch.empty(layout[-1].hi, device=STAND_IN)
+    gradient = torch.zeros(layout[-1].hi, device=home)
     updates = MatrixUpdates(matrices, gradient.dtype, STAND_IN)
     with as_on_a_gpu(), DispatchCounter() as counter:
         updates.run(lambda lo, hi: gradient[lo:hi], [(0, layout[-1].hi)])
-    assert len(matrices) == 160 and counter.kernels < 200 and counter.waits == 0
+    assert len(matrices) == 160 and counter.kernels < 200 and counter.waits <= waits
 
 
 def test_it_trains_as_pytorchs_own_within_its_bf16() -> None:
