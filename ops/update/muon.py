@@ -75,7 +75,20 @@ def matrices_of(module: nn.Module, layout: Sequence[Slot]) -> list[Matrix]:
 
 
 def rates_in(matrices: Sequence[Matrix], lo: int, hi: int) -> Iterator[tuple[int, int, float]]:
-    """[lo, hi) in pieces: of a matrix with its rate, or of what lies between two with 0. Matrices in order."""
+    """[lo, hi) in pieces of one rate each, as long as can be: of matrices with theirs, or of what lies between two with
+    0. Matrices in order."""
+    begin, last = lo, 0.0
+    for start, _, rate in _each_rate(matrices, lo, hi):
+        if rate != last and begin < start:
+            yield begin, start, last
+            begin = start
+        last = rate
+    if begin < hi:
+        yield begin, hi, last
+
+
+def _each_rate(matrices: Sequence[Matrix], lo: int, hi: int) -> Iterator[tuple[int, int, float]]:
+    """[lo, hi) matrix by matrix."""
     index = bisect_right(matrices, lo, key=lambda matrix: matrix.hi)
     while lo < hi:
         coming = matrices[index] if index < len(matrices) else None

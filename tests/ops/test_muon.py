@@ -286,6 +286,7 @@ def test_every_element_has_the_rate_of_its_matrix(layout: tuple[list[Matrix], in
     np.testing.assert_allclose(found[lo:hi], plain[lo:hi])
     assert [begin for begin, _, _ in pieces[1:]] == [end for _, end, _ in pieces[:-1]]
     assert sum(end - begin for begin, end, _ in pieces) == hi - lo
+    assert all(one[2] != other[2] for one, other in itertools.pairwise(pieces)), "launches are few"
 
 
 @given(layouts(), st.integers(1, 9))
