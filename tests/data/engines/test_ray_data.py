@@ -326,6 +326,26 @@ def test_windows_leave_no_files_behind(cluster: None, clips: Path) -> None:
     assert len(left) <= LOGS_WATCHED < 120 // 7
 
 
+def test_all_decode_tasks_are_of_one_kind_to_ray(cluster: None, clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps each kind of task for ever; what a task asks for is a part of its kind."""
+    from ray.remote_function import RemoteFunction
+
+    usual: Any = RemoteFunction._remote
+    asked: list[tuple[object, ...]] = []
+
+    def remote(function: RemoteFunction, *args: Any, **options: Any) -> Any:
+        asked.append(tuple(options.get(name) for name in ("num_cpus", "memory", "resources", "label_selector")))
+        return usual(function, *args, **options)
+
+    monkeypatch.setattr(RemoteFunction, "_remote", remote)
+    engine = RayEngine(dataset(clips))
+    engine.start(0)
+    drain(engine, 0, 5)
+    engine.stop()
+    assert len(asked) >= 15
+    assert len(set(asked)) == 1, Counter(asked)
+
+
 def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> None:
     data = dataset(clips)
     engine = RayEngine(data, replace(data.config, engine=replace(data.config.engine, feeders=2)))
