@@ -339,7 +339,7 @@ def first_batch(setting: Setting) -> Cost:
 def first_batch_of_read_webdataset(setting: Setting) -> Cost:
     import ray
 
-    from data.engines.ray_data import await_executions
+    from data.engines.executions import await_executions
 
     data = dataset(setting)
     decode = WebDecode(data.step(0).items[0].job)

@@ -5,7 +5,8 @@
 One block is one microbatch. Whoever makes the engine (the feeder actor) owns the blocks; consumers get references and
 see the pixels in shared memory. Ray Data holds no position worth saving: the plan is the position, and a window may
 start at any step. This is the only module that imports ray.data. What it relies on beyond Ray's stable interface, each
-held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`, `get_log_directory`.
+held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`, and what stands in
+`data.engines.executions`.
 
 How far decoding runs ahead is decided here and not by Ray Data's backpressure, whose scheduling loop spins on a core
 for as long as finished output waits: every decode task asks a gate before it begins, and finished blocks are taken at
@@ -37,7 +38,6 @@ os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
 
 import ray.data
 from ray.data import ExecutionResources
-from ray.data._internal.logging import get_log_directory
 
 from data.buckets import BatchSize
 from data.config import DataConfig, EngineConfig
@@ -46,6 +46,7 @@ from data.dataset.order_token import DataToken
 from data.decode import decode_job
 from data.engines.blocks import fault_from_json, fault_to_json, to_block
 from data.engines.child import decode_isolated
+from data.engines.executions import ExecutionNames, await_executions, call_it, forget_ended, remove_log
 from data.engines.gate import Gate, GateHandle, RemoteMethod
 from data.engines.machine import DecodeNode, asks, number_of, settled
 from data.engines.placement import beside_me, elsewhere, kill
@@ -57,9 +58,6 @@ from ops.geometry import Geometry
 log = logging.getLogger(__name__)
 
 StepShare = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
-
-EXECUTION_END_S = 25.0
-LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
 
 
 class JobColumns(TypedDict):
@@ -141,6 +139,7 @@ class RayEngine:
         self._blocks: Blocks | None = None
         self._held: dict[int, StepShare] = {}  # by step
         self._next = 0
+        self._names = ExecutionNames()
 
     def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
         self._close_blocks()
@@ -155,7 +154,8 @@ class RayEngine:
         self.dataset.rewind_draws(first_step)
         started = [other.start.remote(self.dataset.token(first_step), avoid) for other in self._others]
         self._held, self._next = {}, first_step
-        self._blocks = Blocks(self._work(first_step), self._needs_pixels, self.config, gate, self._ahead, avoid)
+        work = self._work(first_step)
+        self._blocks = Blocks(work, self._needs_pixels, self.config, gate, self._ahead, self._names, avoid)
         ray.get(started)
 
     def batches(self, step: int) -> list[ray.ObjectRef[object]]:
@@ -270,14 +270,14 @@ class Blocks:
         config: EngineConfig,
         gate: GateHandle,
         ahead: int,
+        names: ExecutionNames,
         avoid: Sequence[str] = (),
     ) -> None:
-        self._avoid = avoid
+        self._names, self._avoid = names, avoid
         self._items, self._config, self._gate, self._ahead = items, config, gate, ahead
         self._needs_pixels = needs_pixels
         self._numbers = itertools.count()
         self._coming: deque[DataItem] = deque()  # in a window, not yet admitted by the gate
-        self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
         self._begun: deque[int] = deque()  # bytes of the microbatches that have passed the gate, oldest first
         self._opened = 0
         self._failure: Exception | None = None  # what ended the stream; every later call raises it again
@@ -325,7 +325,7 @@ class Blocks:
         items = list(itertools.islice(self._items, size))
         self._coming.extend(items)
         work = [(number, item.job) for item, number in zip(items, self._numbers)]
-        return DecodeWindow(work, self._config, self._gate, self._ended, self._avoid)
+        return DecodeWindow(work, self._config, self._gate, self._names, self._avoid)
 
     def _admit(self) -> None:
         """Open the gate as far as the bounds allow. Whether pixels are wanted is asked now, not when the window was
@@ -363,12 +363,11 @@ class DecodeWindow:
         work: list[tuple[int, DecodeJob]],
         config: EngineConfig,
         gate: GateHandle,
-        ended: deque[str],
+        names: ExecutionNames,
         avoid: Sequence[str],
     ) -> None:
-        """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
         self._elsewhere = elsewhere(avoid)
-        self._work, self._config, self._gate, self._ended = work, config, gate, ended
+        self._work, self._config, self._gate, self._names = work, config, gate, names
         # blocks in order, then None; or the error that ended them
         self.references: queue.SimpleQueue[ray.ObjectRef[object] | Exception | None] = queue.SimpleQueue()
         self._abandoned = threading.Event()
@@ -392,13 +391,16 @@ class DecodeWindow:
 
     def _drain(self) -> None:
         try:
-            microbatches = self._microbatches()
+            microbatches, name = self._microbatches(), self._names.take()
+            call_it(microbatches, name)
             try:
                 self._take(microbatches.iter_internal_ref_bundles())
             finally:
-                await_executions(microbatches.get_dataset_id())
-            self._ended.append(microbatches.get_dataset_id())
-            remove_logs(list(self._ended))  # that of one that failed stays
+                has_ended = await_executions(microbatches.get_dataset_id())
+            remove_log(microbatches.get_dataset_id())  # that of one that failed stays, and its name is not used again
+            if has_ended:
+                self._names.give_back(name)
+            forget_ended()
         except Exception as error:  # handed to whoever waits for the next reference
             self.references.put(error)
 
@@ -449,20 +451,3 @@ def _quiet(context: ray.data.DataContext) -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-
-
-def await_executions(dataset_id: str = "") -> None:
-    """Wait for the scheduling threads of Ray Data, of one dataset or of all. Ray itself waits 2 s for them; one that is
-    still there after `ray.shutdown` ends the whole process (core_worker_process.cc, QuickExit)."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(f"StreamingExecutor-{dataset_id}"):
-            thread.join(timeout=EXECUTION_END_S)
-
-
-def remove_logs(dataset_ids: Sequence[str]) -> None:
-    """Ray Data opens a log file per execution and keeps all of them: 15,000 in a million steps. A worker process that
-    has still something to say of an execution makes its file again, so that each is removed several times."""
-    folder = get_log_directory()
-    for dataset_id in dataset_ids if folder is not None else ():
-        with contextlib.suppress(OSError):  # never written, or gone with the session
-            os.unlink(os.path.join(str(folder), f"ray-data-{dataset_id}.log"))
