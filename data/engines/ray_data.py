@@ -435,8 +435,8 @@ class DecodeWindow:
                 batch_size=None,
                 batch_format="numpy",
                 num_cpus=self._config.decode_cpus,
-                # Else it is the mean size of what came so far, and each task is of a kind of its own to Ray: kept for
-                # ever by this process and its raylet, 1.2 KiB each, and a free worker is not taken again at once.
+                # Else it is the mean size of what came so far, and nearly each task is of a kind of its own to Ray,
+                # which keeps all kinds: 1.2 KiB each here, and some in the raylet.
                 memory=0,
                 concurrency=number_of(self._config.decode_workers),
                 fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s},
