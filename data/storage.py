@@ -7,6 +7,7 @@ does not exist raises FileNotFoundError at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import io
 import logging
@@ -131,7 +132,7 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
     """`action()` again after an OSError, up to `retries` times; then DataUnreachable where the storage may answer
     later, else DataIOError. `retry_s` pass before the second attempt, twice as many seconds before each further one, 10
     at most. None: a second where a file server does not answer, else fractions of one, as always where credentials were
-    refused. Raises DataError for a name that cannot be opened."""
+    refused. Raises DataError for a name that cannot be opened, and an OSError that says so of itself at once."""
     for attempt in range(retries + 1):
         try:
             return action()
@@ -140,6 +141,8 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
         except pa.ArrowInvalid as error:  # such as a key with an empty part, a//b.mp4
             raise DataError(f"{what}: {error}. PyArrow opens no file of this name; rename it.") from error
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise
             _file_systems.clear()  # the next attempt has connections of its own, and credentials as they are by then
             why = str(error).partition(" error_info=")[0]  # what Google's client adds says all of it again
             refused = any(sign in why for sign in REFUSED)

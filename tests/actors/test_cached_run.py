@@ -144,6 +144,7 @@ def one(lab: Lab) -> CacheLook:
     return found
 
 
+@pytest.mark.long
 def test_two_workers_of_which_one_dies_fill_the_same_bytes(lab: Lab, one: CacheLook) -> None:
     """What was written stays, what was not is made by the others; nothing is made twice."""
     config = config_of(lab, "two", "two")
@@ -154,6 +155,7 @@ def test_two_workers_of_which_one_dies_fill_the_same_bytes(lab: Lab, one: CacheL
     assert files(lab, "two") == files(lab, "one")
 
 
+@pytest.mark.long
 def test_workers_that_do_not_start_are_told_of_and_the_others_go_on(lab: Lab, one: CacheLook) -> None:
     told: list[str] = []
     filled(config_of(lab, "late", "late"), workers=2, worker_class=LateWorker, tell=told.append)
@@ -190,6 +192,7 @@ def test_workers_of_two_nodes_fill_one_folder_also_when_a_node_is_lost_and_after
     assert files(lab, "nodes") == files(lab, "one")
 
 
+@pytest.mark.long
 def test_where_no_worker_starts_the_command_ends_after_three(lab: Lab, one: CacheLook) -> None:
     with pytest.raises(FillError, match=r"3 workers in a row failed to start, and none is left: .*no weights for w2"):
         filled(config_of(lab, "never", "never"), workers=1, worker_class=UnstartedWorker)

@@ -51,7 +51,7 @@ def test_passes_of_bags_have_no_graphs() -> None:
     )
 
 
-@pytest.mark.parametrize(("gib", "setting"), [(3.0, "true"), (8.0, "auto")])
+@pytest.mark.parametrize(("gib", "setting"), [pytest.param(3.0, "true", marks=pytest.mark.long), (8.0, "auto")])
 def test_graphs_change_neither_whether_a_run_fits_nor_where_its_state_lies(
     gib: float, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,7 +64,7 @@ def test_graphs_change_neither_whether_a_run_fits_nor_where_its_state_lies(
     assert shown[0] == shown[1]
 
 
-@pytest.mark.parametrize("gib", [7.0, 9.0])
+@pytest.mark.parametrize("gib", [7.0, pytest.param(9.0, marks=pytest.mark.long)])
 def test_communicators_of_more_workers_come_before_graphs(
     gib: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

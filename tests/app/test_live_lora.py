@@ -414,6 +414,7 @@ def test_what_waits_when_a_run_is_stopped_is_left_to_its_resume_in_silence(
         assert lora.finish(0.01, resumes=True) == []
     else:
         monkeypatch.setattr("app.run.signals.monitor_of", lambda folder: exec("raise LookupError"))
+        monkeypatch.setattr("app.run.apart._came", 0)  # and so again after this test
         began = time.monotonic()
         with RunSignals() as signals, signals.stopping(tmp_path, lambda: True):
             signal.raise_signal(signal.SIGTERM)

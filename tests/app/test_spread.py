@@ -306,6 +306,7 @@ def test_bags_of_workers_make_the_same_clips(name: str, workers: int, tmp_path: 
     assert_same(files, expected, told.fps)
 
 
+@pytest.mark.faults
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_a_killed_worker_loses_no_prompt_and_repeats_no_finished_one(tmp_path: Path, alone) -> None:  # type: ignore[no-untyped-def]

@@ -222,13 +222,12 @@ def least_gib(folder: Path, workers: int) -> float:
     return (found.states(workers).total + demand.need_gib(found.needs, degrees, workers)) / USABLE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("of_two", "fewest", "says"),
     [
         (0.9, 2, "GiB for cascades on 2 workers, which is too little: "),
-        pytest.param(
-            1.01, 1, "workers.min 1 is too few: a clip of some bucket fits a worker of ", marks=pytest.mark.long
-        ),
+        (1.01, 1, "workers.min 1 is too few: a clip of some bucket fits a worker of "),
     ],
 )
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(

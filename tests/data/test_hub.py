@@ -118,4 +118,4 @@ def test_a_hub_that_cannot_be_reached_is_storage_that_failed(tmp_path: Path) -> 
     failed = index("http://127.0.0.1:1", "hf://datasets/me/clips/shards", tmp_path)
     assert failed.returncode == 1
     last = failed.stderr.strip().splitlines()[-1]
-    assert last.startswith("data.errors.DataIOError: ") and "ConnectError" in last and "5 attempts" in last
+    assert last.startswith("data.errors.DataUnreachable: ") and "ConnectError" in last and "5 attempts" in last

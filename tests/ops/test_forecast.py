@@ -114,8 +114,9 @@ def test_the_prediction_holds_with_a_level_for_each_frame(case: str) -> None:
 OF_ONE_KIND = [case for case in ONE_EACH if len(VARIANTS[case].block_counts) == 1]
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("case", in_default_run("wan", of=OF_ONE_KIND))
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("case", OF_ONE_KIND)
 def test_short_models_stand_for_a_deep_one(case: str, checkpointing: bool) -> None:
     deep = replace(VARIANTS[case], num_layers=9, gradient_checkpointing=checkpointing)
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)

@@ -53,7 +53,8 @@ def decoded_on(engine: RayEngine, folder: Path, avoid: tuple[str, ...]) -> set[s
     return {told.name for told in folder.iterdir()}
 
 
-@pytest.mark.parametrize("feeders", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("feeders", [1, 2])
 def test_nothing_is_decoded_on_a_node_that_is_to_be_avoided(nodes: set[str], tmp_path: Path, feeders: int) -> None:
     synthesize(tmp_path, SynthConfig(clips=16, images=4, shards=1, seed=1, frames=(9, 17)))
     source = SourceConfig(path=str(tmp_path / "shards"), caption="json:captions", index=str(tmp_path / "index"))
