@@ -75,6 +75,7 @@ class Writer:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
+        self._newest_whole = -1  # of those that this writer has made
         self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
         self._longest_s = 0.0  # that one took which is whole
         self._hurries = False  # somebody waits for the end of the run
@@ -221,7 +222,9 @@ class Writer:
         self._torn = []
 
     def _is_whole(self, step: int, folder: Path) -> None:
-        for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every, until=step):
+        self._newest_whole = max(self._newest_whole, step)  # an earlier one may be whole later
+        until = self._newest_whole
+        for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every, until=until):
             log.info("removed %s", removed.name)
         self._events.checkpoint(folder, step)
 
