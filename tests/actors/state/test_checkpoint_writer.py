@@ -283,6 +283,24 @@ def test_what_an_attempt_has_left_that_was_given_up_goes_when_storage_answers_ag
     assert not folders[9].exists() and not folders[19].exists()
 
 
+def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of a run is written beside the one before it, and may be done first."""
+    older, late, last = (write(tmp_path, step) for step in (79, 89, 99))
+    not_yet = late.rename(tmp_path / "not yet")
+    tasks = Tasks(monkeypatch)
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10, keep_last=2), 99, Events(Listening()))
+    for step in (89, 99):
+        save(writer, step)
+    tasks.done.add(1)
+    writer.poll()
+    not_yet.rename(late)
+    tasks.done.add(0)
+    writer.poll()
+    assert writer.steps == [] and not older.exists() and late.is_dir() and last.is_dir()
+
+
 @pytest.mark.parametrize(("weights", "earlier_s", "limit_s"), [(0, 0, 600), (14, 0, 3600), (14, 200, 1000)])
 def test_where_somebody_waits_for_the_end_storage_that_hangs_is_given_up_sooner(
     weights: int, earlier_s: float, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
