@@ -137,7 +137,8 @@ class RunFailed(RunEvent, event="fail"):
 
 
 class RunFinished(RunEvent, event="finish"):
-    """All steps are committed and on disk. `ledger` accounts for every draw of the data."""
+    """All steps are committed and on disk. `ledger` accounts for every draw of the data; it is empty where the feeder
+    has died since, and the data cannot be opened any more."""
 
     step: int
     ledger: Mapping[str, object]

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from actors.config import RuntimeConfig
+from actors.feed.step_source import DataCounts
 from actors.outcome import Events, Exit, StopRun, only_in_memory
 from actors.pool.monitor import MonitorHandle
 from actors.ray_calls import kill
 from actors.records.events import RunFinished
 from actors.run.committer import Committer
-from actors.step import Seat
+from actors.step import DataLost, Seat
+from data.errors import DataError, DataIOError
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,20 @@ class Ending:
                 f"{self._run_dir}/events.jsonl). Make room in {self._run_dir} and continue with --resume."
             )
             raise StopRun(self.committer.outcome(Exit.FAILURE, reason))
-        self.events.tell(RunFinished(step=self.committer.committed, ledger=self.committer.source.ledger()))
+        self.events.tell(RunFinished(step=self.committer.committed, ledger=self._account_of_data()))
+
+    def _account_of_data(self) -> DataCounts:
+        """What became of every draw. A feeder that has died since the last step is opened anew for it; where that
+        fails nothing is known, and the run is finished all the same."""
+        try:
+            return self.committer.source.ledger()
+        except DataLost as error:
+            try:
+                self.committer.reopen_data(str(error))
+                return self.committer.source.ledger()
+            except (DataLost, DataError, DataIOError) as again:
+                log.warning("how often samples were drawn is not known: %s", again)
+                return {}
 
     def keep_last(self, world: Sequence[Seat]) -> None:
         """The run ends before its last step: what can be resumed goes to disk, nothing stays behind. `world` are

@@ -297,7 +297,7 @@ class EventTotals:
         if isinstance(event, RunStarted):
             self.data = record_of(DataAccount, event.data)
         elif isinstance(event, RunFinished):
-            self.data = record_of(DataAccount, event.ledger)
+            self.data = record_of(DataAccount, event.ledger) if event.ledger else self.data
         elif isinstance(event, EnvironmentSeen):
             if not self.environments or event.after(self.environments[-1]).changed:
                 self.environments.append(event)

@@ -15,12 +15,13 @@ import ray
 from actors.feed.step_source import feeder_of
 from actors.names import run_id
 from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues, only_in_memory
-from actors.records.events import RunFinished
+from actors.records.events import FeederLost, RunFinished
 from actors.run.controller import Controller
 from actors.run.ending import Ending
 from actors.state.checkpoint_files import load
+from actors.step import DataLost
 from app.bench.lab import OPEN_END, Lab, LabRun
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from tests.actors.fakes import Handle, Listening, SourceHere, StateHere, config_of, controller_of, pool_here
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -141,6 +142,57 @@ def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_
     outcome = controller_of(state, events=Events(listener)).train()
     assert state.asked == ["keep_last", "seal_last", "free_memory"]
     assert outcome.code == 0 and listener.kinds[-1] is RunFinished
+
+
+class SourceDead(SourceHere):
+    """A feeder that has died; another one tells the account where no `error` keeps it from its data."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.opened: list[int] = []
+        self._late = error  # from the second time on
+
+    def open(self, first_step: int, token: Any) -> dict[str, Any]:
+        self.opened.append(first_step)
+        self.error = self._late if len(self.opened) > 1 else None
+        return super().open(first_step, token)
+
+    def ledger(self) -> dict[str, Any]:
+        if len(self.opened) == 1:
+            raise DataLost("the feeder died")
+        return {"delivered": 12}
+
+
+@pytest.mark.parametrize(
+    ("error", "account"), [(None, {"delivered": 12}), (DataIOError("00001.tar does not exist"), {})]
+)
+def test_a_feeder_that_dies_after_the_last_step_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, account: dict[str, int]
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda monitor, no_restart: None)
+    source, listener = SourceDead(error), Listening()
+    outcome = controller_of(StateHere(5), source=source, events=Events(listener)).train()
+    assert outcome.code == 0 and source.opened == [6, 6], "no step is left, and the account is that of all"
+    assert [type(event) for event in listener.told[-2:]] == [FeederLost, RunFinished]
+    assert listener.told[-1].ledger == account
+
+
+@pytest.mark.long
+def test_the_account_of_a_feeder_that_dies_after_the_last_step_is_that_of_any(lab: Lab) -> None:
+    calm = lab.start(lab.config("calm", train={"steps": 6}, workers={"max": 1}))
+    calm.join()
+    run = lab.start(lab.config("fed", train={"steps": 6}, workers={"max": 1}))
+    write = run.on_step
+
+    def last(metrics: Any, timeline: Any, plan: Any) -> None:
+        write(metrics, timeline, plan)
+        if metrics.step == 5:
+            ray.kill(run.controller.source._feeder)
+
+    run.on_step = last  # type: ignore[method-assign]
+    run.join()
+    accounts = [event.ledger for one in (calm, run) for event in one.events if isinstance(event, RunFinished)]
+    assert len(accounts) == 2 and accounts[0] == accounts[1] and accounts[0]["delivered"]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run() -> None:
