@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 # Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# Ray's own is 15 for every worker of its: the thread that launches a GPU's kernels would wait for its turn beside those
+# that decode. Workers that compute on CPUs keep it, or the controller beside them would wait.
+_NICENESS = "RAY_worker_niceness"
 _WEIGHT_FILES = (".safetensors", ".bin")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ADDRESS = re.compile(r"\bip[=:]\s*([0-9A-Fa-f.:]+)")
@@ -178,7 +181,7 @@ class RayPool(Pool):
                 num_cpus=need.cpus,
                 num_gpus=need.gpus,
                 max_restarts=0,
-                runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
+                runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ, need.gpus > 0)},
                 **where(node, self.shunned),
             ).remote(name, self._settings, self._monitor)
             yield PoolMember(name=name, handle=handle, info_ref=handle.info.remote(), wished=node)
@@ -196,10 +199,11 @@ class RayPool(Pool):
             kill_process(member.info.node, member.info.pid, member.info.born)
 
 
-def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's process is started with; the allocator as the user has set it, if so."""
+def worker_environment(torch_threads: int, given: Mapping[str, str], cuda: bool) -> dict[str, str]:
+    """What a worker's process is started with; allocator and niceness as the user has set them, if so."""
     allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
-    return {**allocator, "OMP_NUM_THREADS": str(torch_threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    niceness = {} if not cuda or _NICENESS in given else {_NICENESS: "0"}
+    return {**allocator, **niceness, "OMP_NUM_THREADS": str(torch_threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:
