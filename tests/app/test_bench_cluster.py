@@ -44,9 +44,9 @@ def test_a_run_goes_on_when_a_worker_and_a_node_are_lost_and_another_joins(relay
         Disturbance(step=4, what="node"),
         Disturbance(step=6, what="join"),
     )
-    setup = Setup(nodes=3, gpus=2, steps=14, budget_s=0.01, physics=FAST, disturbances=lost, relay_from=relay_from)
+    setup = Setup(nodes=3, gpus=2, steps=30, budget_s=0.01, physics=FAST, disturbances=lost, relay_from=relay_from)
     found = run_here(setup, timeout_s=120)
-    assert found.steps == 14 and found.workers == 6
+    assert found.steps == 30 and found.workers == 6
     assert [seen.what for seen in found.recovered] == ["worker", "node", "join"]
     assert found.recovered[0].workers == 5
     assert found.recovered[2].workers > found.recovered[1].workers
