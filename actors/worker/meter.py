@@ -39,7 +39,8 @@ class Meter(Protocol):
         ...
 
     def room_gib(self) -> float | None:
-        """GiB that a cascade may take, measured now; None without a limit. For the ends of steps: it takes time."""
+        """GiB that a cascade may take, measured now; None without a limit. For the ends of steps: it takes time. What
+        an encode has taken that outlasts its step is not taken from the cascades after it."""
         ...
 
     def settled(self) -> None:
@@ -72,6 +73,7 @@ class DeviceMeter:
         self._base = self._retries = 0
         self._usable: float | None = None  # bytes for this process
         self._room_gib = 0.0
+        self._counts = False  # between `start` and `stop`
         if limit_gib:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), device)
@@ -82,9 +84,11 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._base, _, self._retries = self._counters()
         self._room_gib = (self._usable - self._base) / GIB
+        self._counts = True
         return self._room_gib
 
     def stop(self) -> float | None:
+        self._counts = False
         _, peak, retries = self._counters()
         taken_gib = (peak - self._base) / GIB
         # The allocator had to give cached blocks back first: that is as much as fits, whatever the tensors add up to.
@@ -92,7 +96,7 @@ class DeviceMeter:
 
     def room_gib(self) -> float | None:
         self._usable = self._measured()
-        return (self._usable - self._counters()[0]) / GIB
+        return (self._usable - (self._base if self._counts else self._counters()[0])) / GIB
 
     def settled(self) -> None:
         collect()

@@ -20,6 +20,7 @@ from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
 from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, keep, ran_out
 from ops.update.flat_vector import trainable
+from ops.waiting import GroupError
 from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
 
 ITEMS = [Item(id=f"s0.{n}", batch=3, frames=9, height=32, width=32, text_tokens=12) for n in range(2)]
@@ -191,6 +192,7 @@ def test_the_error_travels_between_processes() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (RuntimeError("NCCL error ... Failed to CUDA calloc 6291456 bytes"), True),
+        (GroupError("connecting bag (0, 1) failed: NCCL error ... Last error: Failed to CUDA calloc 12 bytes"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
@@ -248,6 +250,18 @@ def test_a_device_is_asked_for_its_room_once_a_step_and_not_by_cascades(monkeypa
     assert meter.stop() == room, "as much as fits"
     meter.settled()
     assert meter.start() == room and device.asked == 3
+
+
+def test_what_an_encode_takes_that_outlasts_its_step_is_room_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step ends, and its report says the room, while the encode is in the middle of its work."""
+    device = FakeAllocator(monkeypatch)
+    meter = DeviceMeter(torch.device("cuda", 0))
+    device.take(10)
+    meter.start()
+    device.take(20)
+    device.others_gib = 6.0
+    assert meter.room_gib() == pytest.approx(USABLE * 74 - 10)
+    assert meter.stop() == pytest.approx(20) and meter.room_gib() == pytest.approx(USABLE * 74 - 30), "left behind"
 
 
 def test_what_graphs_hold_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
