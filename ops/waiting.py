@@ -59,6 +59,7 @@ class CancelToken:
 
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_STACK = "Exception raised from"  # begins PyTorch's stack of C++ calls
 
 
 class DeviceEvent(Protocol):
@@ -235,8 +236,10 @@ class PendingCollective:
 
     @property
     def done(self) -> bool:
+        """Whether it has ended; no where NCCL would have to be asked. Its answer needs a lock that an abort in another
+        thread holds until it is through, and the GIL is kept meanwhile."""
         work = self.work
-        return work is None or work.is_completed()
+        return work is None or (not self.stream_ordered and work.is_completed())
 
     def wait(self) -> None:
         """Returns when the result is there. Raises Cancelled, TimeoutError or GroupError."""
@@ -262,5 +265,11 @@ class CollectiveProgress:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, without its stack of C++ calls."""
+    """The first line of what a library's error says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def without_stack(error: BaseException) -> str:
+    """All that a library's error says, in one line, without its stack of C++ calls. NCCL names the reason last."""
+    said = str(error).partition(_STACK)[0].split("\n")
+    return " ".join(line.strip() for line in said if line.strip()) or type(error).__name__

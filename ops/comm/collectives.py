@@ -38,7 +38,7 @@ from ops.waiting import (
     StreamWait,
     WaitClock,
     Work,
-    first_line,
+    without_stack,
 )
 
 log = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ class Group:
         except RuntimeError as error:  # of the store
             self._release(f"broken by the {name}")
             self._cancel.check(where)
-            raise GroupError(f"{where} failed: {first_line(error)}") from None
+            raise GroupError(f"{where} failed: {without_stack(error)}") from None
         finally:
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
@@ -378,7 +378,7 @@ class Group:
             work = launch(process_group)
         except RuntimeError as error:
             self._release(f"broken by {name}")
-            raise GroupError(f"{name} in group {self.members} could not start: {first_line(error)}") from None
+            raise GroupError(f"{name} in group {self.members} could not start: {without_stack(error)}") from None
         pending = PendingCollective(self, work, name, finish, stream_ordered=tensor.is_cuda)
         with self._ending:
             if not self.broken:
@@ -422,7 +422,7 @@ class Group:
             if work is None:  # released by another thread
                 self._cancel.check(where)
                 raise GroupError(f"{where}: the group is {self.broken}.")
-            completed = work.is_completed()
+            completed = pending.done
             try:
                 if pending.stream_ordered:
                     work.wait()
@@ -432,7 +432,7 @@ class Group:
             except RuntimeError as error:
                 if completed or pending.stream_ordered:  # its own error: the end of a slice comes before the work's
                     self._cancel.check(where)
-                    raise GroupError(f"{where} failed: {first_line(error)}") from None
+                    raise GroupError(f"{where} failed: {without_stack(error)}") from None
             del work
             self._cancel.check(where)
             if time.monotonic() > begin + patience.limit_s:
@@ -486,7 +486,7 @@ def _abort(process_group: dist.ProcessGroup | None) -> None:
     try:
         process_group.abort()
     except RuntimeError as error:  # the group is lost either way, and whoever ends it has more to do
-        log.warning("a communicator could not be aborted: %s", first_line(error))
+        log.warning("a communicator could not be aborted: %s", without_stack(error))
 
 
 class ErrorTeller(Protocol):

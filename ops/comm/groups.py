@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ops.comm.collectives import Group
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, first_line
+from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, without_stack
 
 # For a process before its first communicator. PyTorch's answer to a broken communicator is to end the process, and so
 # the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
@@ -305,7 +305,7 @@ class Groups:
         self._creations.pop(name, None)
         if creation.error is not None:
             self._cancel.check(what)
-            raise GroupError(f"{what} failed: {first_line(creation.error)}")
+            raise GroupError(f"{what} failed: {without_stack(creation.error)}")
         process_group, creation.process_group = creation.process_group, None
         if process_group is None:
             self._cancel.check(what)

@@ -510,6 +510,45 @@ def test_on_nccl_the_collective_that_the_stream_waits_in_is_named(monkeypatch: p
     assert clock.take().seconds == pytest.approx(3.0 + 3.0) and clock.take().seconds == 0.0
 
 
+def test_nccl_is_not_asked_whether_its_work_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer waits, with the GIL, for a lock that an abort in another thread holds: heartbeats would stop."""
+
+    class Asked(Communicator):
+        def is_completed(self) -> bool:
+            assert self.aborted.is_set(), "NCCL was asked"
+            return True
+
+    Device(monkeypatch)
+    communicator: Any = Asked()  # stands for its works, too
+    group = on_nccl(communicator)
+    waited, left = (PendingCollective(group, communicator, "all_reduce", stream_ordered=True) for _ in range(2))
+    waited.wait()
+    group._outstanding.add(left)
+    group.close()
+    assert group.abandoned, "what nobody has waited for may still write"
+
+
+NCCL_SAYS = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.5
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Failed to CUDA calloc 6291456 bytes
+Exception raised from create at /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:47 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f libc10.so)"""
+
+
+def test_what_nccl_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reason comes last, before a stack of C++ calls."""
+
+    class Short(Communicator):
+        def wait(self) -> bool:
+            raise RuntimeError(NCCL_SAYS)
+
+    Device(monkeypatch)
+    group = on_nccl(Communicator())
+    with pytest.raises(GroupError, match=r"failed: NCCL error .* Last error: Failed to CUDA calloc 6291456 bytes$"):
+        PendingCollective(group, Short(), "all_to_all", stream_ordered=True).wait()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False), (201, True)])
 def test_the_driver_says_whether_an_event_has_passed(code: int, passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch, which keeps other threads out meanwhile, is asked where the driver does not know, or has failed."""
