@@ -226,9 +226,10 @@ class Asides:
             os._exit(1)
 
     def _wait_for_device(self) -> None:
-        """What has been queued there is done."""
+        """What has been queued there is done, but for a gradient sum: on a stream of its own it waits for the slowest
+        worker, and an aside runs in that time."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _is_short_of(self, size: int) -> bool:
         """Whether the device has no room for `size` bytes more."""

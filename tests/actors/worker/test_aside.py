@@ -243,6 +243,10 @@ def test_an_aside_never_waits_for_a_whole_device(monkeypatch: pytest.MonkeyPatch
     while one.is_ready(wait=True):
         one.run_piece()
     assert one.failure is None and waited == ["stream"] * 2
+    of, _ = asides()
+    of._device = torch.device("cuda", 0)
+    of._wait_for_device()  # its weights have come, beside a gradient sum that waits for the slowest worker
+    assert waited == ["stream"] * 3
 
 
 class Short:
