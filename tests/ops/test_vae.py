@@ -549,3 +549,24 @@ def test_a_dtype_that_an_autoencoder_cannot_have_is_refused(tmp_path: Path) -> N
     for wrong in ({"dtype": "bfloat16"}, {"compile": True}):
         with pytest.raises(ValueError, match="the haar codec is one matrix product in float32"):
             VAEConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["encode", "decode"])
+def test_a_call_that_fails_half_way_leaves_no_frames_in_the_model(call: str) -> None:
+    """Memory ran out, or the generation ended: the model would hold them until its next call."""
+    model = wan()
+    vae = vae_of(model, VAEConfig(kind="diffusers", path="-"), "cpu")
+    size = {"encode": (1, 9, 32, 32, 3), "decode": (1, 4, 3, 4, 4)}[call]
+    seen = 0
+
+    def second(module: torch.nn.Module, args: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 2:
+            raise RuntimeError("out of memory")
+
+    (model.encoder if call == "encode" else model.decoder).register_forward_pre_hook(second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        getattr(vae, call)(torch.zeros(size, dtype=torch.uint8 if call == "encode" else torch.float32))
+    kept = model._enc_feat_map if call == "encode" else model._feat_map
+    assert len(kept) > 3 and not any(isinstance(part, torch.Tensor) for part in kept)
