@@ -107,7 +107,7 @@ class FirstFrame:
         """Adds it to the frames of a clip [T, H, W, 3] that are given."""
         from ops.flow.noise import normal  # and with it torch, which plans and the data layer do without
 
-        given = clip[[0, -1]] if self.last and len(clip) > 1 else clip[:1]
+        given = clip[:: len(clip) - 1] if self.last and len(clip) > 1 else clip[:1]
         numbers = normal(noise.key, 0, given.numel(), clip.device).view_as(given)
         given = given + noise.sigma * GREY * numbers.to(clip.dtype)
         clip[0], clip[-1 if self.last else 0] = given[0], given[-1]
