@@ -34,6 +34,7 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Ray's own is 15 for every worker of its: the thread that launches a GPU's kernels would wait for its turn beside those
 # that decode. Workers that compute on CPUs keep it, or the controller beside them would wait.
 _NICENESS = "RAY_worker_niceness"
+_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # every process sees all: set for other frameworks
 _WEIGHT_FILES = (".safetensors", ".bin")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ADDRESS = re.compile(r"\bip[=:]\s*([0-9A-Fa-f.:]+)")
@@ -200,10 +201,13 @@ class RayPool(Pool):
 
 
 def worker_environment(torch_threads: int, given: Mapping[str, str], cuda: bool) -> dict[str, str]:
-    """What a worker's process is started with; allocator and niceness as the user has set them, if so."""
+    """What a worker's process is started with; allocator and niceness as the user has set them, if so. It sees its own
+    GPU alone, whatever the cluster is set to: as `cuda:0`."""
     allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
     niceness = {} if not cuda or _NICENESS in given else {_NICENESS: "0"}
-    return {**allocator, **niceness, "OMP_NUM_THREADS": str(torch_threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    own_gpu = {_ALL_GPUS: "0"} if cuda else {}
+    threads = {"OMP_NUM_THREADS": str(torch_threads)}
+    return {**allocator, **niceness, **own_gpu, **threads, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:

@@ -22,3 +22,9 @@ def test_only_what_launches_kernels_comes_before_what_decodes() -> None:
     assert "RAY_worker_niceness" not in worker_environment(1, {}, cuda=False)
     found = worker_environment(1, {"RAY_worker_niceness": "5"}, cuda=True)
     assert "RAY_worker_niceness" not in found, "it is inherited"
+
+
+def test_a_worker_sees_its_own_gpu_alone_where_the_cluster_shows_all_to_everyone() -> None:
+    """On clusters of frameworks that choose GPUs themselves all of a node's workers would meet on the first."""
+    name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    assert worker_environment(1, {name: "1"}, cuda=True)[name] == "0"
