@@ -323,7 +323,7 @@ class FlatSync:
             assert len(shard.distances) == len(self._parts), "settings keep a state to the optimizer that has made it"
             self._distances = list(shard.distances)
         self.state.take(shard)
-        self.parameters.own.copy_(self.state.arrays["master"])
+        _round_into(self.parameters.own, self.state.arrays["master"])
         if self._is_master:
             self.state.arrays["master"] = self.parameters.own
 
@@ -402,7 +402,7 @@ class FlatSync:
                 for part in lying_in(trained, first, last):
                     update_range(self.config, lr, part, first, state, gradient[first - lo : last - lo])
                     if fresh is not None:
-                        part.of(first, fresh[first - lo : last - lo]).copy_(part.of(first, state["master"]))
+                        _round_into(part.of(first, fresh[first - lo : last - lo]), part.of(first, state["master"]))
             if fresh is not None:
                 self._give(lo, fresh, trained)
             if lo < hi:
@@ -514,6 +514,12 @@ class FlatSync:
         if self._copies is not None and gradient.device == self._device:
             return self._copies.to_host(gradient)
         return gradient.to(self._state_device), _at_once
+
+
+def _round_into(target: Tensor, values: Tensor) -> None:
+    """Writes values in the dtype of `target`, rounded where they lie: half of the bytes cross to another device, and no
+    copy of all is made on the way."""
+    target.copy_(values if values.device == target.device else values.to(target.dtype))
 
 
 def _at_once() -> None:
