@@ -241,8 +241,9 @@ class BenchBlock(nn.Module):
         """queries [rows, h, d] of heads from the `first` one on -> [rows, h, d]"""
         some = slice(first, first + queries.shape[1])
         k, v = self.text_kv(self.text).unflatten(-1, (2, self.heads, -1))[:, :, some].permute(1, 2, 0, 3)
-        found: Tensor = F.scaled_dot_product_attention(queries.transpose(0, 1), k, v).transpose(0, 1)
-        return found
+        # As a batch of one: of three dimensions the kernels for GPUs take none.
+        found: Tensor = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], k[None], v[None])
+        return found[0].transpose(0, 1)
 
     def add_text(self, x: Tensor, found: Tensor) -> Tensor:
         """What attention to the text [rows, H, d] found is added."""

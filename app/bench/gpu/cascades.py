@@ -44,7 +44,7 @@ class WorkerStep:
 
     name: str = "worker.wan-1.3b"
     by_graphs: bool = False  # blocks of small passes
-    estimate_s: float = 45.0
+    estimate_s: float = 65.0
 
     def why_not(self, place: Place) -> str | None:
         return None

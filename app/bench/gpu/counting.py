@@ -70,6 +70,8 @@ class DispatchCount:
         return f"counts.{self.family}"
 
     def why_not(self, place: Place) -> str | None:
+        if place.device.type != "cpu":
+            return "counts need no device: they are those of a rehearsal (--rehearse)"
         return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:

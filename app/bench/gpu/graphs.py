@@ -45,7 +45,7 @@ class PicturePass:
     pictures: tuple[Sequence, ...]
     beside: bool = False  # another thread works while blocks are captured
     layers: int = WAN_1_3B.num_layers
-    estimate_s: float = 12.0
+    estimate_s: float = 20.0
 
     def why_not(self, place: Place) -> str | None:
         return None

@@ -31,7 +31,7 @@ class LongestSequence:
     """Seconds of a step of the published length, and the longest one before memory runs out."""
 
     fused: bool
-    estimate_s: float = 150.0
+    estimate_s: float = 270.0
 
     @property
     def name(self) -> str:

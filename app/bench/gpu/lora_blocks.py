@@ -81,7 +81,7 @@ class LoraBlocks:
 def measurements() -> list[LoraBlocks]:
     """The whole model first."""
     return [
-        LoraBlocks(name="lora.wan-14b", config=_WHOLE, needs_gib=58.0, estimate_s=130.0),
+        LoraBlocks(name="lora.wan-14b", config=_WHOLE, needs_gib=58.0, estimate_s=170.0),
         LoraBlocks(name="lora.float8", config=_FEW, needs_gib=24.0, estimate_s=25.0),
     ]
 

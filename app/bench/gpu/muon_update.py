@@ -1,4 +1,5 @@
-"""Muon's end of a step beside AdamW's, for the matrices of one block of Wan2.1-14B, and how orthogonal bf16 makes them.
+"""Muon's end of a step beside AdamW's, for the matrices of one block of Wan2.1-14B and for factors of LoRA, which are
+computed together, and how orthogonal bf16 makes them.
 
 In a rehearsal the matrices are small, and computed in fp32.
 """
@@ -18,7 +19,8 @@ from ops.config import OptimizerConfig
 from ops.update.muon import newton_schulz_flops, orthogonal
 from ops.update.sync import FlatSync
 
-_ERROR = 0.1  # of bf16 beside fp64; singular vectors of small values are not well known
+_ERROR = 0.1  # of bf16 beside fp64, as singular vectors of small values are not well known, and beside other sums
+_RANK, _FACTORS = 16, 40  # of LoRA, of each form
 _VALUES = (0.6, 1.3)  # between which singular values end; 0.7 and 1.2 without rounding
 
 
@@ -38,20 +40,37 @@ class MuonUpdate:
         shapes = [(width, width)] * 8 + [(config.ffn_dim, width), (width, config.ffn_dim)]
         seconds = {kind: _seconds_of_update(shapes, kind, place) for kind in ("adamw", "muon")}
         spent = seconds["muon"] - seconds["adamw"]
+        factors = [(_RANK, width)] * _FACTORS + [(width, _RANK)] * _FACTORS
+        together = _error_together(_RANK, width, place)
         matrix = torch.randn(place.pick((1024, 1536), (32, 48)), generator=torch.Generator().manual_seed(0))
         found = orthogonal(matrix.to(place.device)).cpu().double()
         values = torch.linalg.svdvals(found)
         error = relative_error(found, orthogonal(matrix.double()))
         return {
-            "right": error < _ERROR and _VALUES[0] < values.min().item() and values.max().item() < _VALUES[1],
+            "right": max(error, together) < _ERROR
+            and _VALUES[0] < values.min().item()
+            and values.max().item() < _VALUES[1],
             "error beside fp64": error,
+            "factors together, error beside each alone": together,
             "least singular value": values.min().item(),
             "largest singular value": values.max().item(),
             "M weights": sum(rows * columns for rows, columns in shapes) / 1e6,
             "AdamW, s": seconds["adamw"],
             "Muon, s": seconds["muon"],
+            "Muon of factors, s": _seconds_of_update(factors, "muon", place),
             "TFLOP/s of what Muon adds": sum(newton_schulz_flops(*shape) for shape in shapes) / 1e12 / max(spent, 1e-9),
         }
+
+
+def _error_together(rows: int, columns: int, place: Place) -> float:
+    """The largest error of a matrix [rows, columns], or lying, that is one of several beside the same one alone."""
+    stack = torch.randn(_FACTORS, rows, columns, generator=torch.Generator().manual_seed(0)).to(place.device)
+    errors = [
+        relative_error(one, orthogonal(alone))
+        for some in (stack, stack.mT.contiguous())
+        for one, alone in zip(orthogonal(some), some, strict=True)
+    ]
+    return max(errors)
 
 
 class _Matrices(nn.Module):

@@ -31,7 +31,7 @@ class SliceOverhead:
     """A spatial layer over a rank's frames, or a temporal one over its positions."""
 
     kind: Literal["spatial", "temporal"]
-    estimate_s: float = 20.0
+    estimate_s: float = 8.0
 
     @property
     def name(self) -> str:
