@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # or a late call joins the cluster of another test process
 os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as Heddle starts it
 os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 its workers starve beside tests that compute
 
 import pytest

@@ -140,6 +140,8 @@ def start_ray_here(start: Callable[..., object]) -> None:
     import ray
 
     logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
+    # Ray would start a process for each core that nobody gets: those of a job with an environment are others.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     try:
         start(address="local")
     except Exception as error:  # Ray raises many kinds

@@ -68,6 +68,18 @@ def test_while_its_ray_starts_a_command_ends_by_sigterm_with_the_same_exit_code(
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
 
 
+@pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])
+def test_no_process_is_started_for_each_core_that_no_actor_gets(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two idle ones stayed beside all of a run's actors on two cores; of 64 cores they would take 2.5 GiB."""
+    name = "RAY_prestart_worker_first_driver"
+    monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name)
+    seen: list[str | None] = []
+    start_ray_here(lambda address: seen.append(os.environ.get(name)))
+    assert seen == [found]
+
+
 def test_a_temporary_folder_too_long_for_sockets_is_one_sentence() -> None:
     path = "/tmp/" + "d" * 120
 
