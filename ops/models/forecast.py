@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -173,8 +174,16 @@ def pass_bytes(
     The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many;
     with `fetched` their parameters, beside LoRA the frozen ones, come from memory of the host.
     """
+    one = config.experts[0]  # a pass is of one expert
+    as_written = replace(one, attention="auto", path=None, compile=False, cuda_graphs=False)
+    return _of_pass(as_written, tuple(sequences), degree, precision, fetched)
+
+
+@cache  # half a second each; a command asks for the same ones up to three times, and with each remedy that it tries
+def _of_pass(
+    config: DiTConfig, sequences: tuple[PackedSequence, ...], degree: int, precision: Precision, fetched: bool
+) -> tuple[int, int]:
     layout = _layout_read(sequences, degree)
-    config = replace(config.experts[0], attention="auto", path=None)  # a pass is of one expert
     images = sum(sequence.image_tokens for sequence in sequences)
     width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):

@@ -14,6 +14,7 @@ from ops.config import FlowConfig, OptimizerConfig
 from ops.flow.objective import FlowObjective
 from ops.flow.train_pass import PassClip, PassSettings, train_pass
 from ops.kernels.push.reference import ALIGN
+from ops.models import forecast
 from ops.models.base.config import DiTConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
 from ops.models.forecast import (
@@ -83,6 +84,21 @@ def real_peak(config: DiTConfig, autocast: bool, by_frame: bool = False) -> int:
             ),
         )
     return count.peak_bytes
+
+
+def test_a_pass_is_run_once_for_all_who_ask_whatever_runs_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(WAN, eps=3e-6)  # of no other test
+    found = pass_bytes(config, CLIPS, 1, Precision())
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("it was run again")
+
+    monkeypatch.setattr(forecast, "train_pass", refuse)
+    for asked in (config, replace(config, cuda_graphs="auto"), replace(config, compile=True, attention="sdpa")):
+        assert pass_bytes(asked, list(CLIPS), 1, Precision()) == found
+    for others in ({"num_heads": 2}, {"gradient_checkpointing": True}):
+        with pytest.raises(AssertionError, match="run again"):
+            pass_bytes(replace(config, **others), CLIPS, 1, Precision())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
