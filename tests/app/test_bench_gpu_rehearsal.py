@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from app.bench.gpu.catalogue import catalogue
-from app.bench.gpu.lines import ResultLine, read_lines
+from app.bench.gpu.catalogue import catalogue, chosen
+from app.bench.gpu.lines import Facts, ResultLine, read_lines
 from app.bench.gpu.measurement import Place
+from app.bench.gpu.runner import Budget, run_all
 from app.bench.gpu.targets import TARGETS
 from tests.few_packages import few_packages
 
@@ -19,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 PLACE = Place(device=torch.device("cpu"), rehearse=True)
 
 
-def rehearse(out: Path, env: dict[str, str] | None, *options: str) -> list[ResultLine]:
-    command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--minutes", "60", "--out", str(out), *options]
+def rehearse(out: Path, env: dict[str, str]) -> list[ResultLine]:
+    command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--minutes", "60", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return read_lines(out)
@@ -66,27 +68,18 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
         )
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(target.what in text for target in TARGETS) and "A rehearsal" in text
-    assert not rehearse_again(tmp_path)
-
-
-def rehearse_again(tmp_path: Path) -> list[ResultLine]:
-    """Lines that a second call with the same folder adds."""
-    before = (tmp_path / "out" / "results.jsonl").read_text()
-    rehearse(tmp_path / "out", few_packages(tmp_path))
-    after = (tmp_path / "out" / "results.jsonl").read_text()
-    assert after.startswith(before)
-    return [ResultLine.from_json(text) for text in after[len(before) :].splitlines()]
-
-
-@pytest.mark.timeout(300)
-def test_processes_work_together_and_end_when_one_of_them_dies(tmp_path: Path) -> None:
-    (line,) = rehearse(tmp_path / "out", None, "--only", "together")
-    assert line.good and line.figures["right"] is True and line.figures["adds"] == "exactly"
-    assert {"GB/s of a sum", "seconds of a cancel", "seconds until the device is free"} < line.figures.keys()
+    found = {line.name: line.figures for line in lines}
+    assert found["together"]["right"] is True and found["together"]["adds"] == "exactly"
+    times = {"GB/s of a sum", "seconds of a cancel", "seconds until the device is free"}
+    assert times < found["together"].keys(), "one of its processes died, and the others ended"
+    again = run_all(catalogue(PLACE), PLACE, tmp_path / "out", lines[0].facts, Budget(began=time.time(), seconds=60))
+    assert again.lines == again.skipped == ()
 
 
 @pytest.mark.timeout(300)
 def test_the_autoencoder_is_measured_where_diffusers_is_installed(tmp_path: Path) -> None:
-    lines = rehearse(tmp_path / "out", None, "--only", "vae.bf16", "vae.fp32.channels-last")
+    facts = Facts(device="CPU", torch="2", triton="3", cuda=None, python="3", commit=None, command="", rehearsal=True)
+    kinds = chosen(catalogue(PLACE), ["vae.bf16", "vae.fp32.channels-last"])
+    lines = run_all(kinds, PLACE, tmp_path, facts, Budget(began=time.time(), seconds=280)).lines
     assert len(lines) == 3 and all(line.good for line in lines)
     assert all(float(line.figures["PSNR to fp32 dB"] or 0) > 30 for line in lines)

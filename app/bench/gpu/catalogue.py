@@ -31,6 +31,7 @@ from app.bench.gpu.push import PushedAddition
 from app.bench.gpu.together import GpusTogether
 
 FEW = 6  # measurements of a list that come early, the rest of it at the end
+LIKE_OTHERS = ("16x1024", "packed-8k")  # packs of equal and of unequal lengths, of which others are measured
 
 
 def catalogue(place: Place) -> list[Measurement]:
@@ -40,6 +41,8 @@ def catalogue(place: Place) -> list[Measurement]:
     tuned = launches.measurements()  # for those who make rows of the launch tables
     if place.rehearse:  # other sizes of the same code
         ops = [one for one in ops if (one.width, one.tokens) == (ops[0].width, ops[0].tokens)]
+        attention = [one for one in attention if one.pack not in LIKE_OTHERS]
+        large = large[:1]  # which is as wide as the small one there
         tuned = tuned[:2]  # a forward and a backward
     found: list[Measurement] = [
         *kernels_right.measurements(),

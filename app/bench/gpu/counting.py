@@ -1,5 +1,7 @@
 """What one packed cascade and the end of a step ask of a device, counted without one: kernels, copies, waits.
 
+    python -m app.bench.gpu.counting    # at real size, without a GPU; a rehearsal counts a few blocks
+
 The model is on PyTorch's meta device, which stands for the GPU: it has shapes but no memory, so real sizes cost
 nothing. A worker alone runs on it (`actors.worker.executor`): noise, layout, forward, losses, backward, the end of the
 cascade, and the end of the step. Every op on it would be at least one kernel. The host waits where a value is read,
@@ -11,6 +13,7 @@ taken all memory that they may: the stand-in has read it when somebody waits for
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +34,7 @@ from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
-from app.bench.gpu.models import HUNYUAN_13B, PICTURE_256P, WAN_1_3B, build
+from app.bench.gpu.models import HUNYUAN_13B, PICTURE_256P, WAN_1_3B, build, with_layers
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
@@ -49,6 +52,7 @@ from ops.update import sync
 from ops.waiting import CancelToken, PendingCollective, Work
 
 STAND_IN = torch.device("meta")
+FEW_LAYERS = 2  # of each kind in a rehearsal: an op on the stand-in takes as long as any
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
@@ -75,16 +79,17 @@ class DispatchCount:
         return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
-        first, second = counted_step(self.config, blocks=False), counted_step(self.config)
-        come = counted_step(self.config, blocks=False, published=True)
-        picture, graphs = counted_picture(self.config)
-        per_layer = (second.cascade.kernels - first.cascade.kernels) / sum(self.config.block_counts)
+        config = place.pick(self.config, with_layers(self.config, FEW_LAYERS))
+        first, second = counted_step(config, blocks=False), counted_step(config)
+        come = counted_step(config, blocks=False, published=True)
+        picture, graphs = counted_picture(config)
+        per_layer = (second.cascade.kernels - first.cascade.kernels) / sum(config.block_counts)
         figures: dict[str, float] = {}
         for prefix, counter in (
             ("without blocks: ", first.cascade),
             ("", second.cascade),
             ("without blocks, results of others: ", come.cascade),
-            ("in a bag of two: ", counted_bag(self.config)[0]),
+            ("in a bag of two: ", counted_bag(config)[0]),
             ("end of step: ", second.finish),
             ("small picture: ", picture),
             ("small picture by graphs: ", graphs),
@@ -463,3 +468,14 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.object(torch, "get_autocast_dtype", lambda device_type: torch.bfloat16),
     ):
         yield
+
+
+def main() -> None:
+    """Prints a line of figures for each model."""
+    for one in measurements():
+        figures = one.run(Place(device=torch.device("cpu"), rehearse=False), {})
+        print(json.dumps({"name": one.name, **figures}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,7 +37,7 @@ class KernelsCheck:
         if place.device.type == "cpu":
             round_bf16_like_hardware()
         widths = place.pick((1536, 3072, 5120), (128,))
-        lengths = place.pick((1311, 0, 1, 777, 2005, 2), (7, 0, 1, 4))
+        lengths = place.pick((1311, 0, 1, 777, 2005, 2), (3, 0, 1, 2))
         case, layout = cases()[self.op], RowLayout(name="packed", lengths=lengths)
         worst: dict[str, float] = {}
         repeatable = True

@@ -21,7 +21,7 @@ from ops.kernels.folders import contests
 
 WIDTHS = (1536, 5120, 3072)
 TOKENS = (32768, 8192)
-SMALL_WIDTH, SMALL_TOKENS = 128, 21
+SMALL_WIDTH, SMALL_TOKENS = 128, 10
 REPEATS = 30
 
 
