@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -198,13 +199,26 @@ def test_a_restart_keeps_what_a_person_asked_for() -> None:
     ids=["no time", "no such name", "no number", "no device"],
 )
 def test_a_call_that_cannot_be_answered_is_one_sentence_and_code_2(
-    options: list[str], sentence: str, tmp_path: Path
+    options: list[str],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not options and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    command = [sys.executable, "-m", "app.bench.gpu", *options, "--out", str(tmp_path / "out")]
+    for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS"):  # which a rehearsal sets
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    assert main([*options, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(sentence) and said.count("\n") == 1, said
+
+
+def test_a_process_that_cannot_answer_its_call_ends_with_one_sentence_and_code_2() -> None:
+    command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--minutes", "nan"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 2 and done.stderr.startswith(sentence) and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("--minutes nan is no time"), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_list_names_every_measurement_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
