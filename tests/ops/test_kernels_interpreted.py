@@ -10,16 +10,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.name for path in (Path(__file__).parent / "kernels").glob("test_*.py"))
 
 
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: tests/ops/kernels runs on it directly")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("file", FILES)
-def test_kernels_in_the_interpreter(file: str) -> None:
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernels_in_the_interpreter(which: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/kernels/{file}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, "tests/ops/kernels"],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

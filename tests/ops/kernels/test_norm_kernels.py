@@ -1,6 +1,7 @@
 """Triton kernels of norm, modulation and gate against float64, through the public functions."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ops.kernels.norm_modulate import ablations
 from ops.kernels.norm_modulate import reference as norm_reference
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.kernels.qk_rope.op import qk_norm_rope
+from tests.ops.pairs import in_turn
 
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2
 BF16_OUTPUT, BF16_GRADIENT = 2.0e-3, 2.0e-3  # rounding a float to bf16 costs 1.67e-3
@@ -69,12 +71,17 @@ def compare(outputs: list[Tensor], expected: list[Tensor], given: dict[str, Tens
         assert error(a, b) <= limit, name
 
 
-@pytest.mark.parametrize("width", [64, 200, 1536, 5120])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_ln_modulate(device: str, width: int, dtype: torch.dtype) -> None:
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    in_turn(product((64, 200, 1536, 5120), DTYPES), {(64, "fp32"), (200, "bf16"), (1536, "fp32"), (5120, "bf16")}),
+)
+def test_ln_modulate(device: str, width: int, dtype: str) -> None:
     torch.manual_seed(width)
     segments = PACKED.to(device)
-    given = {"x": make(device, dtype, segments.num_rows, width)}
+    given = {"x": make(device, DTYPES[dtype], segments.num_rows, width)}
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("scale", "shift")}
     wanted = exact(given)
     actual = ln_modulate(**given, segments=segments)
@@ -96,13 +103,12 @@ def test_every_combination_of_tables(device: str, rms: bool, tables: tuple[str, 
     compare([actual], [norm_reference.ln_modulate(**wanted, rows=rows_of(segments), rms=rms)], given, wanted)
 
 
-@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=["fp32 residual", "bf16 residual"])
-@pytest.mark.parametrize("width", [72, 3072])
-def test_gate_residual_ln_modulate(device: str, residual: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(("width", "residual"), in_turn(product((72, 3072), DTYPES), {(72, "bf16"), (3072, "fp32")}))
+def test_gate_residual_ln_modulate(device: str, width: int, residual: str) -> None:
     torch.manual_seed(width)
     segments = PACKED.to(device)
     given = {
-        "x": make(device, residual, segments.num_rows, width),
+        "x": make(device, DTYPES[residual], segments.num_rows, width),
         "y": make(device, torch.bfloat16, segments.num_rows, width),
     }
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("gate", "scale", "shift")}
@@ -127,15 +133,14 @@ def test_one_output_of_gate_residual_ln_modulate(device: str, used: list[int]) -
     compare([actual[i] for i in used], [expected[i] for i in used], given, wanted)
 
 
-@pytest.mark.parametrize("frozen", [("gate",), ("scale", "shift"), ("gate", "scale", "shift")], ids="-".join)
-def test_frozen_tables_need_no_sums(device: str, frozen: tuple[str, ...]) -> None:
-    segments, width = PACKED.to(device), 72
+def test_frozen_tables_need_no_sums(device: str) -> None:
+    segments, width = MANY_RUNS.to(device), 72
     given = {name: make(device, torch.bfloat16, segments.num_rows, width) for name in "xy"}
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("gate", "scale", "shift")}
-    mixed = {name: t.detach() if name in frozen else t for name, t in given.items()}
     cotangent = torch.randn(segments.num_rows, width, device=device)
 
-    def gradients(tensors: dict[str, Tensor]) -> list[Tensor]:
+    def gradients(frozen: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        tensors = {name: t.detach() if name in frozen else t for name, t in given.items()}
         residual, h = gate_residual_ln_modulate(**tensors, segments=segments)
         tables = {name: tensors[name] for name in ("scale", "shift")}
         outs = [
@@ -144,10 +149,13 @@ def test_frozen_tables_need_no_sums(device: str, frozen: tuple[str, ...]) -> Non
             ln_modulate(tensors["x"], **tables, segments=segments),
             gate_residual(tensors["x"], tensors["y"], tensors["gate"], segments),
         ]
-        wrt = [given[name] for name in given if name not in frozen]
-        return list(torch.autograd.grad(outs, wrt, [cotangent.to(out.dtype) for out in outs]))
+        wrt = {name: t for name, t in given.items() if name not in frozen}
+        found = torch.autograd.grad(outs, list(wrt.values()), [cotangent.to(out.dtype) for out in outs])
+        return dict(zip(wrt, found, strict=True))
 
-    assert all(torch.equal(a, b) for a, b in zip(gradients(mixed), gradients(given)))
+    whole = gradients()
+    for frozen in (("gate",), ("scale", "shift"), ("gate", "scale", "shift")):
+        assert all(torch.equal(one, whole[name]) for name, one in gradients(frozen).items()), frozen
 
 
 def test_gate_residual(device: str) -> None:
@@ -174,7 +182,7 @@ def test_tables_without_segments(device: str, table_rows: int) -> None:
     compare([gate_residual(**given)], [gate_reference.gate_residual(**wanted)], given, wanted)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", in_turn(range(6), {0, 1, 2}))
 def test_random_widths_and_segments(device: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -201,7 +209,7 @@ def test_random_widths_and_segments(device: str, seed: int) -> None:
 
 def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) -> None:
     host.log_copy.cache_clear()
-    segments, width = PACKED.to(device), 64
+    segments, width = MANY_RUNS.to(device), 64
     wide = make(device, torch.float32, segments.num_rows, 3 * width)
     table = make(device, torch.float32, segments.num_mods, 6, width)
     odd = make(device, torch.float32, segments.num_rows, width + 3)

@@ -1,11 +1,14 @@
 """Triton kernels of QK-norm with RoPE against float64, through the public function."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from ops.kernels.qk_rope import reference as qk_reference
 from ops.kernels.qk_rope.op import qk_norm_rope
+from tests.ops.pairs import in_turn
 
 FP32_LIMIT, BF16_LIMIT, FP32_FROM_BF16 = 5e-6, 2.0e-3, 1e-5  # relative L2
 
@@ -46,13 +49,22 @@ def check(
         assert error(a, b) <= limit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("per_head", [False, True], ids=["full width", "per head"])
-@pytest.mark.parametrize("heads, head_dim", [(5, 16), (12, 128)])
-def test_qk_norm_rope(device: str, dtype: torch.dtype, per_head: bool, heads: int, head_dim: int) -> None:
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SMALL, WIDE = (5, 16), (12, 128)  # heads, and their size
+
+
+@pytest.mark.parametrize(
+    ("size", "per_head", "dtype"),
+    in_turn(
+        product((SMALL, WIDE), (False, True), DTYPES),
+        {(SMALL, False, "bf16"), (SMALL, True, "fp32"), (WIDE, False, "fp32"), (WIDE, True, "bf16")},
+    ),
+)
+def test_qk_norm_rope(device: str, size: tuple[int, int], per_head: bool, dtype: str) -> None:
+    heads, head_dim = size
     torch.manual_seed(heads)
     tokens, batch, width = 5, 2, heads * head_dim
-    packed = make(device, dtype, batch * tokens, 3 * width)  # q and k are views of a packed qkv
+    packed = make(device, DTYPES[dtype], batch * tokens, 3 * width)  # q and k are views of a packed qkv
     given = [packed[:, :width], packed[:, width : 2 * width]]
     weights = [make(device, torch.float32, head_dim if per_head else width) for _ in "qk"]
     angles = torch.randn(tokens, head_dim // 2, device=device, dtype=torch.float64)
