@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -68,29 +69,45 @@ def gradient(hosts: Sequence[Host], given: Sequence[Item], cascades: Sequence[Ca
     return torch.stack([host.executor.sync.gradient() for host in hosts]).sum(0)
 
 
-def test_a_worker_compiles_in_its_first_cascades_and_computes_the_same() -> None:
-    """Its calls are made in other threads than that which loaded the model, and its gradients lie in one vector."""
-    ours, theirs = compiled_hosts(1), make_hosts(1, torch.float32, train_config())
-    graphs = []
-    for kinds in (ONE_AND_SEVERAL, OTHERS):
-        given = items(kinds)
-        found, expected = (gradient(hosts, given, one_worker(given)) for hosts in (ours, theirs))
-        assert (found - expected).norm() < FP32 * expected.norm()
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[0] == graphs[1]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """A worker that ran cascades as written, and then the same and others by compiled code."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]  # its gradient by compiled code, and one as written, of each kinds
+    graphs: list[int]  # pieces of code after each kinds
+    first_here: list[set[bool]]  # of DiT cascades: twice as written, then twice by compiled code
 
 
-def test_seconds_in_which_code_was_made_are_not_those_of_a_cascade() -> None:
-    """Plans learn nothing from them, also where the worker has run the shape before."""
-    (host,) = make_hosts(1, torch.float32, train_config())
-    given, first = items(ONE_AND_SEVERAL), []
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    """Compiled once for the file: it takes ten seconds of a core."""
+    torch._dynamo.reset()
+    counters.clear()
+    ours, theirs = (make_hosts(1, torch.float32, train_config()) for _ in range(2))
+    given, first_here, by_one = items(ONE_AND_SEVERAL), [], []
     for compiles in (False, False, True, False):
         if compiles:
-            compile_blocks(host)
-        host.executor.work = WorkDone()
-        gradient([host], given, one_worker(given))
-        first.append({span.first_here for span in host.executor.work.spans if span.module == "dit"})
-    assert first == [{True}, {False}, {True}, {False}]
+            compile_blocks(ours[0])
+        ours[0].executor.work = WorkDone()
+        by_one.append(gradient(ours, given, one_worker(given)))
+        first_here.append({span.first_here for span in ours[0].executor.work.spans if span.module == "dit"})
+    graphs, pairs = [counters["stats"]["unique_graphs"]], [(one, by_one[0]) for one in by_one[2:]]
+    others = items(OTHERS)
+    found, expected = (gradient(hosts, others, one_worker(others)) for hosts in (ours, theirs))
+    graphs.append(counters["stats"]["unique_graphs"])
+    return Compiled(pairs=[*pairs, (found, expected)], graphs=graphs, first_here=first_here)
+
+
+def test_a_worker_compiles_in_its_first_cascades_and_computes_the_same(compiled: Compiled) -> None:
+    """Its calls are made in other threads than that which loaded the model, and its gradients lie in one vector."""
+    for found, expected in compiled.pairs:
+        assert (found - expected).norm() < FP32 * expected.norm()
+    assert compiled.graphs[0] > 0 and compiled.graphs[0] == compiled.graphs[1]
+
+
+def test_seconds_in_which_code_was_made_are_not_those_of_a_cascade(compiled: Compiled) -> None:
+    """Plans learn nothing from them, also where the worker has run the shape before."""
+    assert compiled.first_here == [{True}, {False}, {True}, {False}]
 
 
 @pytest.mark.long
