@@ -99,7 +99,7 @@ class RunConfig:
 
 def names() -> Names:
     """Every key of a run config, what other programs call them, and what they have besides."""
-    known = tuple(dotted_names(RunConfig))
+    known = dotted_names(RunConfig)
     return Names(known=known, elsewhere=ELSEWHERE, done_otherwise=DONE_OTHERWISE, values=VALUES, words=WORDS)
 
 

@@ -51,15 +51,17 @@ def numeric(kind: Any, path: str) -> Iterator[tuple[str, int]]:
 FIELDS = list(numeric(RunConfig, ""))
 
 
+BASE = parse(
+    "run: {name: t}\ndata: {sources: [{path: a.tar}], segments: [{until_step: 0, batch: {}, "
+    "buckets: {table: [1x64x96]}}], buckets: {table: [1x64x96, 17x64x96]}}\nsample: {prompts: [a]}"
+)
+
+
 def config_with(path: str, value: str) -> RunConfig:
-    node = parse(
-        "run: {name: t}\ndata: {sources: [{path: a.tar}], segments: [{until_step: 0, batch: {}, "
-        "buckets: {table: [1x64x96]}}], buckets: {table: [1x64x96, 17x64x96]}}\nsample: {prompts: [a]}"
-    )
     assignments = [f"{path}={value}"]
     if path in OF_HUNYUAN:
         assignments.append("model.dit.architecture=hunyuan")
-    return build(RunConfig, override(node, assignments))
+    return build(RunConfig, override(BASE, assignments))
 
 
 def use(config: RunConfig, builds: bool) -> None:
