@@ -75,7 +75,7 @@ class DispatchCount:
 
     def why_not(self, place: Place) -> str | None:
         if place.device.type != "cpu":
-            return "counts need no device: they are those of a rehearsal (--rehearse)"
+            return "counts need no device: python -m app.bench.gpu.counting"
         return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
