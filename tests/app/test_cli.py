@@ -166,14 +166,16 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Dry = Callable[..., tuple[int, str, str]]
+QUICK, SEARCHED = "planner.strategy=static", "planner.strategy=cascade"
 
 
 @pytest.fixture
 def dry_run(small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
-    """`heddle train --dry-run` on the small data, with overrides."""
+    """`heddle train --dry-run` on the small data, with overrides. Unless they say so, it searches for no plan, which
+    takes most of its time."""
 
     def run(*overrides: str, start: Sequence[str] = ()) -> tuple[int, str, str]:
-        sets = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={small_data}/runs", *overrides]
+        sets = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={small_data}/runs", QUICK, *overrides]
         options = [part for assignment in sets for part in ("--set", assignment)]
         return heddle(monkeypatch, capsys, "train", "--config", str(DEMO), "--dry-run", *start, *options)
 
@@ -181,7 +183,7 @@ def dry_run(small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, small_data: Path) -> None:
-    code, printed, err = dry_run()
+    code, printed, err = dry_run(SEARCHED)
     assert code == 0, err
     left, right = re.search(r"data +(\d+) indexed = (.*)", printed).groups()  # type: ignore[union-attr]
     assert int(left) == 30 == sum(int(number) for number in re.findall(r"\d+", right))
@@ -198,21 +200,21 @@ def test_a_dry_run_says_how_much_faster_the_workers_are_than_one_of_them(
     dry_run: Dry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_cores, "usable_cores", lambda: 8)
-    _, printed, _ = dry_run()
+    _, printed, _ = dry_run(SEARCHED)
     assert "share the" not in printed
     line = next(text for text in printed.splitlines() if "one worker alone" in text)
     found = re.search(r"alone: ([\d.]+) s per step; 3 are ([\d.]+) times as fast, (\d+)% of 3 times", line)
     assert found, line
     alone, rate, share = map(float, found.groups())
     assert alone > 0 and 1 < rate <= 3 and share == pytest.approx(100 * rate / 3, abs=1)
-    _, printed, _ = dry_run("workers.max=1")
+    _, printed, _ = dry_run(SEARCHED, "workers.max=1")
     assert "plan      cascade on 1 worker" in printed and "one worker alone" not in printed
 
 
 def test_workers_that_share_a_core_are_no_faster_together(dry_run: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
     """It promised a third of the time of one."""
     monkeypatch.setattr(shared_cores, "usable_cores", lambda: 1)
-    _, printed, _ = dry_run()
+    _, printed, _ = dry_run(SEARCHED)
     found = re.search(r"alone: [\d.]+ s per step; 3 are ([\d.]+) times as fast, (\d+)% of 3 times", printed)
     assert found and 0.5 < float(found[1]) <= 1.0 and int(found[2]) <= 34
     assert "3 workers share the 1 core of this machine: each counts 0.33 of one that has its own" in printed
@@ -342,7 +344,7 @@ def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, smal
     here = f"run.dir={tmp_path}"
     code, printed, err = dry_run(here, start=["--resume"])
     assert code == 0 and "there is none to resume: starts at step 0" in printed, err
-    saved = RunConfig.load(DEMO, [f"data.sources.0.path={small_data}/shards/00000.tar", here])
+    saved = RunConfig.load(DEMO, [f"data.sources.0.path={small_data}/shards/00000.tar", here, QUICK])
     folder = prepare_run_dir(saved)
     (folder / "metrics.jsonl").write_text('{"step": 9}\n')
     code, printed, err = dry_run(here)
