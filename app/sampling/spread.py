@@ -131,6 +131,7 @@ class _Apart:
         self._since: dict[Ref[list[MadeClip] | None], float] = {}  # a chunk was given out
         self._limit = ChunkLimit()
         self._loading = crew.size  # of the first ones
+        self._died_loading = 0  # in a row
         self._hired_at = time.monotonic()
         self._occupancy = Occupancy()
 
@@ -201,18 +202,21 @@ class _Apart:
 
     def _has_loaded(self, handle: ClipWorkerHandle) -> None:
         self._occupancy.ready(handle, time.monotonic())
+        self._died_loading = 0
         self._loading -= 1
         if not self._loading:
             self._tell(f"note: {self._crew.size} worker(s) have loaded the model")
 
     def _replace(self, handle: ClipWorkerHandle, chunk: list[int], error: Exception) -> None:
         """Its chunk waits again, and a new worker loads. Raises CrewError where that would not help."""
-        if not chunk:  # it died before it could be asked: its replacement would, too
-            raise CrewError(f"a worker died while it loaded {self._crew.job.checkpoint}: {line_of(error)}") from None
-        _take_back(self._queue, chunk, self._encoded.prompts, error)
-        self._occupancy.given_out(self._queue.waits, time.monotonic())
-        self._occupancy.died(handle)
-        log.warning("a worker died with prompts %s; another one makes them", chunk)
+        if chunk:
+            _take_back(self._queue, chunk, self._encoded.prompts, error)
+            self._occupancy.given_out(self._queue.waits, time.monotonic())
+            self._occupancy.died(handle)
+            log.warning("a worker died with prompts %s; another one makes them", chunk)
+        else:
+            self._died_loading += 1
+            _check_loading(self._died_loading, self._queue, self._crew, error)
         self._crew.members.remove(handle)
         self._hired_at = time.monotonic()
         self._hire()
@@ -228,10 +232,12 @@ def _make_together(
     import ray
 
     limit = ChunkLimit()
+    died_loading = 0  # in a row
     while queue.unfinished:
         chunk: list[int] = []
         try:
             members, way = crew.together()
+            died_loading = 0
             left = crew.size - way.workers
             tell(f"note: each clip is made by {way.describe()}{f'; {left} worker is left over' if left else ''}")
             while queue.unfinished:
@@ -248,9 +254,11 @@ def _make_together(
                 raise error.cause from None
             _take_back(queue, chunk, encoded.prompts, error)
         except ray.exceptions.RayActorError as error:
-            if not chunk:
-                raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {line_of(error)}") from None
-            _take_back(queue, chunk, encoded.prompts, error)
+            if chunk:
+                _take_back(queue, chunk, encoded.prompts, error)
+            else:
+                died_loading += 1
+                _check_loading(died_loading, queue, crew, error)
         except TimeoutError as error:  # on GPUs an exchange waits for a member that hangs for ever
             _take_back(queue, chunk, encoded.prompts, error)
         log.warning("a worker died or hung with prompts %s; all start again", chunk)
@@ -268,6 +276,17 @@ def _first_of(answers: Sequence[Ref[T]], limit_s: float) -> T:
             raise TimeoutError(f"worker(s) {late} of {len(answers)} have not answered for {limit_s:.0f} s.")
         get_all(done)
     return get(answers[0])
+
+
+def _check_loading(deaths: int, queue: PromptQueue, crew: ClipCrew, error: Exception) -> None:
+    """A machine may be taken away while a worker loads. Where `max_losses` in a row die, the next one would, too.
+    Raises CrewError then."""
+    if deaths >= queue.max_losses:
+        raise CrewError(
+            f"{counted(deaths, 'worker')} died while they loaded {crew.job.checkpoint}, one after the other: "
+            f"{line_of(error)}"
+        )
+    log.warning("a worker died while it loaded the model; another one does")
 
 
 def _take_back(queue: PromptQueue, chunk: Sequence[int], prompts: Sequence[str], error: Exception) -> None:

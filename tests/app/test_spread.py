@@ -202,6 +202,16 @@ class FailingMember(ClipWorker):
         return super().make(work, negative, *told)
 
 
+class DiesLoading(ClipWorker):
+    """Is killed while it loads, once for each file in the folder."""
+
+    def load(self, job: ClipJob) -> None:
+        for death in sorted((Path(job.checkpoint).parents[1] / "deaths").glob("*"))[:1]:
+            death.unlink(missing_ok=True)  # another worker may have taken it
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().load(job)
+
+
 class Doomed(ClipWorker):
     """Its process ends at prompt 1."""
 
@@ -319,6 +329,27 @@ def test_a_killed_worker_loses_no_prompt_and_repeats_no_finished_one(tmp_path: P
     made = Counter((diary / "made").read_text().split())
     assert not list(diary.glob("deaths-*"))  # somebody died
     assert made == {str(index): 1 for index in range(5)}
+
+
+@pytest.mark.faults
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("together", [False, True])
+def test_a_worker_that_dies_while_it_loads_is_replaced_and_three_in_a_row_are_not(
+    tmp_path: Path, alone: list[np.ndarray], together: bool
+) -> None:
+    folder = write_checkpoint(tmp_path, tiny_run())
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    (deaths / "0").touch()
+    make = partial(spread, job(folder), PROMPTS, worker_class=DiesLoading, together=together, tell=lambda text: None)
+    *files, _ = make(tmp_path / "x.mp4", 2)
+    assert_same(files, alone)
+    assert not list(deaths.iterdir()), "somebody died"
+    for number in range(9):
+        (deaths / str(number)).touch()
+    with pytest.raises(CrewError, match=r"3 workers died while they loaded .*, one after the other"):
+        make(tmp_path / "y.mp4", 1 if not together else 2)
 
 
 @pytest.mark.long
