@@ -89,6 +89,8 @@ def real_peak(config: DiTConfig, autocast: bool, by_frame: bool = False) -> int:
 def test_a_pass_is_run_once_for_all_who_ask_whatever_runs_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(WAN, eps=3e-6)  # of no other test
     found = pass_bytes(config, CLIPS, 1, Precision())
+    for otherwise in (replace(config, compile=True), replace(config, cuda_graphs="auto")):
+        assert forecast._of_pass(otherwise, tuple(CLIPS), 1, Precision(), False) == found, "it changes nothing"
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("it was run again")
