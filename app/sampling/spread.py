@@ -283,8 +283,7 @@ def _check_loading(deaths: int, queue: PromptQueue, crew: ClipCrew, error: Excep
     Raises CrewError then."""
     if deaths >= queue.max_losses:
         raise CrewError(
-            f"{counted(deaths, 'worker')} died while they loaded {crew.job.checkpoint}, one after the other: "
-            f"{line_of(error)}"
+            f"{counted(deaths, 'worker')} died in a row while loading {crew.job.checkpoint}: {line_of(error)}"
         )
     log.warning("a worker died while it loaded the model; another one does")
 
