@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-# Ray's own is 15 for every worker of its: the thread that launches a GPU's kernels would wait for its turn beside those
+# Ray's own is 15 for all of its workers: the thread that launches a GPU's kernels would wait for its turn beside those
 # that decode. Workers that compute on CPUs keep it, or the controller beside them would wait.
 _NICENESS = "RAY_worker_niceness"
 _ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # every process sees all: set for other frameworks
@@ -182,7 +182,7 @@ class RayPool(Pool):
                 num_cpus=need.cpus,
                 num_gpus=need.gpus,
                 max_restarts=0,
-                runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ, need.gpus > 0)},
+                runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ, cuda=need.gpus > 0)},
                 **where(node, self.shunned),
             ).remote(name, self._settings, self._monitor)
             yield PoolMember(name=name, handle=handle, info_ref=handle.info.remote(), wished=node)

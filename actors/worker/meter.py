@@ -73,7 +73,7 @@ class DeviceMeter:
         self._base = self._retries = 0
         self._usable: float | None = None  # bytes for this process
         self._room_gib = 0.0
-        self._counts = False  # between `start` and `stop`
+        self._in_cascade = False
         if limit_gib:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), device)
@@ -84,11 +84,11 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._base, _, self._retries = self._counters()
         self._room_gib = (self._usable - self._base) / GIB
-        self._counts = True
+        self._in_cascade = True
         return self._room_gib
 
     def stop(self) -> float | None:
-        self._counts = False
+        self._in_cascade = False
         _, peak, retries = self._counters()
         taken_gib = (peak - self._base) / GIB
         # The allocator had to give cached blocks back first: that is as much as fits, whatever the tensors add up to.
@@ -96,7 +96,7 @@ class DeviceMeter:
 
     def room_gib(self) -> float | None:
         self._usable = self._measured()
-        return (self._usable - (self._base if self._counts else self._counters()[0])) / GIB
+        return (self._usable - (self._base if self._in_cascade else self._counters()[0])) / GIB
 
     def settled(self) -> None:
         collect()
