@@ -27,6 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
@@ -37,7 +39,7 @@ from ops.update.flat_vector import initial_shard, trainable
 from ops.update.gradient_places import GradientMemory, GradientsOf
 from ops.update.optimizer import lr_at
 from ops.update.shard_export import CopyWait
-from ops.update.sync import FlatSync
+from ops.update.sync import FlatSync, _round_into
 from ops.update.sync_places import StateLocation
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
@@ -763,3 +765,23 @@ def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
 
 if __name__ == "__main__":
     deepspeed_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+
+
+class Crossings(TorchDispatchMode):
+    """Notes the dtype of what is copied to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+            self.dtypes.append(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_on_the_host_are_rounded_before_they_leave_the_device() -> None:
+    """PyTorch would copy fp32 into memory that it takes for that, which is not pinned, and round on the host."""
+    with FakeTensorMode(), Crossings() as crossings:
+        _round_into(torch.empty(8, dtype=torch.bfloat16), torch.empty(8, device="cuda"))
+    assert crossings.dtypes == [torch.bfloat16]
