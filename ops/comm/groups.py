@@ -36,15 +36,26 @@ from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, W
 # the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
 # So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. And with
 # TORCH_NCCL_BLOCKING_WAIT each wait of a collective would hold the host up until the device has come there, and give
-# up after a time limit of its own. Whatever a cluster sets for other programs does not count.
+# up after a time limit of its own. A debug mode for collectives that are out of step switches such an end on again, and
+# a dump holds the list of what is under way for four times as long as it may take, while a broken group is to go.
+# Whatever a cluster sets for other programs does not count.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # wins over NCCL_BLOCKING_WAIT, its earlier name
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
+# Sums inside the switch of a node (NVLS). A switch has memory for 128 such groups, of which each bag takes one or two;
+# where one cannot be had (no slot left, a container without /dev/nvidia-caps), NCCL 2.29 no longer goes on without it
+# but fails, and a member that dies while a bag connects leaves the others in a call of the driver that nothing ends.
+# It is read before the first communicator and never again. A cluster whose jobs are few and long may set it to 1.
+_NVLS = "NCCL_NVLS_ENABLE"
 _LOOK_S = 0.05  # a cancel is seen within this
 _LONG_LOOK_S = 0.5  # between looks whether all workers hold the state, which may take minutes
 _GRACE_S = 5.0  # the backend gives up connecting this long after us, so that our error names the members
@@ -117,6 +128,9 @@ class Groups:
         self._place = device or torch.device("cpu")
         if backend == "nccl":
             os.environ.update(_NCCL_ENVIRONMENT)
+            os.environ.setdefault(_NVLS, "0")
+            if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # TORCH_DISTRIBUTED_DEBUG; it means DESYNC_DEBUG, too
+                dist.set_debug_level(dist.DebugLevel.INFO)
             self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
             cancel.on_set(self._abort_beside)  # NCCL waits on the device: only aborting the communicator ends them
 

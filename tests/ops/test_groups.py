@@ -74,12 +74,35 @@ def test_pytorch_never_ends_a_process_by_itself(monkeypatch: pytest.MonkeyPatch)
     minutes after the error was handled; a watchdog that meets an error of the device ends the process otherwise. And no
     host waits for what is the device's to wait for."""
     names = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
+    names += ("PROPAGATE_ERROR", "DESYNC_DEBUG", "USE_COMM_NONBLOCKING", "EXTRA_DUMP_ON_EXEC")
     for name in names:
         monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
-    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT"):  # as many clusters have them
+    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG"):  # as many clusters have them
         monkeypatch.setenv(f"TORCH_NCCL_{name}", "1")
-    Groups(dist.HashStore(), 0, (0,), "nccl", 0, 1.0, CancelToken(), device=torch.device("cuda", 0))
-    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 5
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        nccl_groups()
+        assert dist.get_debug_level() == dist.DebugLevel.INFO, "in detail it ends the process of a broken communicator"
+    finally:
+        dist.set_debug_level(before)
+    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 9
+
+
+@pytest.mark.parametrize(("of_the_cluster", "found"), [(None, "0"), ("1", "1")])
+def test_communicators_take_no_memory_of_a_switch_unless_the_cluster_wants_it(
+    of_the_cluster: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL 2.29 fails where it has none to give."""
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    if of_the_cluster is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", of_the_cluster)
+    nccl_groups()
+    assert os.environ["NCCL_NVLS_ENABLE"] == found
+
+
+def nccl_groups() -> Groups:
+    return Groups(dist.HashStore(), 0, (0,), "nccl", 0, 1.0, CancelToken(), device=torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("ctas", "bag_ctas"), [(0, 0), (4, 0), (0, 8), (4, 16)])
