@@ -30,7 +30,9 @@ _REGISTER_PORTABLE = 1
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _P2P_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS
 _PAGE_BYTES = 4096
-_PIN_BYTES = 32 << 30  # at a time
+# At a time: a copy whose bytes lie in two registrations may be refused (sglang #26691, vLLM #51081), and no tensor is
+# as large as this; a call that takes 512 GiB fails (LMCache #5177).
+_PIN_BYTES = 256 << 30
 _GRANULE_BYTES = 2 << 20  # smaller allocations share a block with others, and a handle is of the whole block
 
 
@@ -190,9 +192,9 @@ class CudaBlockCopies:
 
 
 def pin(memory: Tensor, device: torch.device) -> None:
-    """The device reads this host memory itself from now on: whole pages, in pieces, as PyTorch's threads pin one block
-    of theirs. Without it copies go through a buffer of the driver."""
-    torch.cuda.synchronize(device)
+    """The device reads this host memory itself from now on: whole pages. Without it copies go through a buffer of the
+    driver."""
+    torch.cuda.current_stream(device).synchronize()  # the driver's calls need a context; an encode beside it goes on
     pinned: list[int] = []
     try:
         for address, num_bytes in _pieces(memory):
@@ -221,7 +223,7 @@ def _unpin(addresses: Sequence[int]) -> None:
 
 
 def _pieces(memory: Tensor) -> list[tuple[int, int]]:
-    """Address and bytes of the pages that the tensor touches, cut for calls that take no more than 64 GiB."""
+    """Address and bytes of the pages that the tensor touches, cut for calls that take no more than 512 GiB."""
     first = memory.data_ptr() // _PAGE_BYTES * _PAGE_BYTES
     last = -(-(memory.data_ptr() + memory.nbytes) // _PAGE_BYTES) * _PAGE_BYTES
     return [(start, min(last, start + _PIN_BYTES) - start) for start in range(first, last, _PIN_BYTES)]
