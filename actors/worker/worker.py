@@ -69,6 +69,7 @@ from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
+from ops.attention.sdpa import leave_out_cudnn
 from ops.comm.collectives import free_ended
 from ops.comm.groups import Groups
 from ops.comm.reach import door_at
@@ -113,6 +114,7 @@ class Worker:
         name, settings = self.name, self.settings
         torch.set_num_threads(settings.workers.torch_threads)
         allow_tf32(settings.train.allows_tf32)
+        leave_out_cudnn()
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.heartbeat = Heartbeat(name, settings.workers, monitor, self._here.host, self._here.node)
         self._home = HomeMemory()

@@ -50,6 +50,7 @@ class Bench:
         import torch
 
         from actors.worker.attention_room import AttentionRoom
+        from ops.attention.sdpa import leave_out_cudnn
         from ops.attention.varlen import check_backend
         from ops.comm.collectives import Group
         from ops.models.first_frame import FirstFrame
@@ -57,6 +58,7 @@ class Bench:
         from ops.precision import allow_tf32
 
         allow_tf32(config.train.allows_tf32)
+        leave_out_cudnn()
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         self.group = group or Group.solo()
         self._gradients: Gradients | None = None

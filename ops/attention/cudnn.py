@@ -5,6 +5,7 @@ cuDNN plans each new shape once (tens of milliseconds on the host), so it is for
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -14,20 +15,33 @@ from ops.attention.names import BackendName
 from ops.attention.sdpa import alike, by_sequence
 
 MOST = 128  # head size: more needs a newer cuDNN than the oldest PyTorch that we take brings
+LEAST = 91501  # cuDNN 9.15.1: before it, lengths that 128 does not divide read beside their memory (PyTorch #169849)
+INSTALLED = torch.backends.cudnn.version()  # None in a build of PyTorch for CPUs
 MOST_HEADS = 65535  # heads, and sequences, at most: PyTorch's own limits of this call
 
 
 class Cudnn:
     name: BackendName = "cudnn"
 
+    def __init__(self, version: int | None = INSTALLED) -> None:
+        """`version` of cuDNN, by default the one that PyTorch has."""
+        self._version = version
+
     def why_not(self, q: Tensor, lengths: Pair | None = None) -> str | None:
-        return why_not_half_on_cuda(self.name, q, MOST) or (lengths and _why_not_count(*lengths)) or None
+        why = why_not_half_on_cuda(self.name, q, MOST) or (lengths and _why_not_count(*lengths))
+        return why or _why_not_version(self._version)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
         # after an all-to-all q, k and v are views of one tensor; cuDNN is only offered dense rows
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return by_sequence(q, k, v, q_lengths, k_lengths, _alike)
+
+
+def _why_not_version(version: int | None) -> str | None:
+    if version is not None and version < LEAST:
+        return f"attention cudnn needs cuDNN {LEAST}, not {version}. Install a newer PyTorch, or use flash or auto."
+    return None
 
 
 def _alike(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:

@@ -11,15 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from ops.attention import flex, varlen
 from ops.attention.backend import Backend
+from ops.attention.cudnn import Cudnn
 from ops.attention.flash import Flash3
 from ops.attention.flex import BLOCK, document_mask
 from ops.attention.lengths import Lengths
 from ops.attention.names import BackendName
-from ops.attention.sdpa import Sdpa
+from ops.attention.sdpa import Sdpa, leave_out_cudnn
 from ops.attention.varlen import attention, backend_of, check_backend, choose, serving
 from tests.ops.attention_cases import CASES, reference
 
@@ -235,6 +237,24 @@ def test_refusals_on_cuda_name_dtype_head_size_and_lengths() -> None:
     assert "from 16, not 8" in refusal("flex", OnCuda(size=8)) and "not float64" in refusal(
         "flex", OnCuda(torch.float64)
     )
+
+
+def test_a_cudnn_that_reads_beside_its_memory_is_refused() -> None:
+    assert "needs cuDNN 91501, not 91002" in (Cudnn(91002).why_not(OnCuda()) or "")  # type: ignore[arg-type]
+    assert Cudnn(91501).why_not(OnCuda()) is None  # type: ignore[arg-type]
+
+
+def test_cudnn_serves_who_names_it_and_nobody_else() -> None:
+    """Its backward of a mask may give NaN."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    leave_out_cudnn()
+    try:
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_flash3_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

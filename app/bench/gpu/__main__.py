@@ -68,6 +68,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     from app.bench.gpu.catalogue import catalogue, chosen
     from app.bench.gpu.measurement import Place
     from app.bench.gpu.runner import REPORT, Budget, run_all
+    from ops.attention.sdpa import leave_out_cudnn
 
     if not 0 <= options.minutes < float("inf"):
         raise ValueError(f"--minutes {options.minutes:g} is no time. Give minutes from 0 on.")
@@ -77,6 +78,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     place = Place(device=torch.device("cuda", 0) if cuda else torch.device("cpu"), rehearse=options.rehearse)
     if not cuda:
         torch.set_num_threads(1)
+    leave_out_cudnn()  # as workers do
     wanted = catalogue(place)
     if options.only:
         wanted = chosen(wanted, options.only)
