@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -127,6 +128,9 @@ class Waited:
         return self.host_s + sum(one.seconds for one in self.waits)
 
 
+_MOST_WAITS = 1 << 16  # of a stream, of which nobody has asked: the oldest are forgotten
+
+
 class WaitClock:
     """Seconds for which nothing was computed because the result of a collective was awaited: the communication that is
     not hidden behind work.
@@ -134,12 +138,12 @@ class WaitClock:
     On the CPU the host waits, and is timed. On CUDA (NCCL) a wait only orders streams: events before and after it on
     the current stream say how long that stream stood still. One clock for all groups of a generation; `take` answers
     for the thread that asks and its current stream, on which autograd's own threads run the backward of what was queued
-    there.
+    there. Of each stream it keeps the last `most` waits: samples, and scripts of torchrun, never ask.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, most: int = _MOST_WAITS) -> None:
         self._host = _HostSeconds()
-        self._of_stream: dict[int, list[StreamWait]] = {}
+        self._of_stream: dict[int, deque[StreamWait]] = defaultdict(lambda: deque(maxlen=most))
         self._lock = threading.Lock()
 
     def waited(self, wait: Callable[[], None], on_stream: bool) -> StreamWait | None:
@@ -159,7 +163,7 @@ class WaitClock:
         after.record()
         booked = StreamWait(before, after)
         with self._lock:
-            self._of_stream.setdefault(torch.cuda.current_stream().cuda_stream, []).append(booked)
+            self._of_stream[torch.cuda.current_stream().cuda_stream].append(booked)
         return booked
 
     def take(self) -> Waited:
@@ -170,7 +174,7 @@ class WaitClock:
         import torch
 
         with self._lock:
-            waits = self._of_stream.pop(torch.cuda.current_stream().cuda_stream, [])
+            waits = self._of_stream.pop(torch.cuda.current_stream().cuda_stream, ())
         return Waited(found, tuple(waits))
 
 

@@ -457,8 +457,9 @@ class Group:
         for one in pending:
             one.forget()
         process_group, self._process_group = self._process_group, None
+        if busy or self._store is not None:  # its own, and no wrapped one; else it ends when the last reference does,
+            _abort(process_group)  # which an error or a heartbeat may hold, and where PyTorch warns of it
         if busy:
-            _abort(process_group)
             _bury(_Remains(process_group, busy))
         free_ended()  # idle connections close at the end of this call, within a millisecond
 

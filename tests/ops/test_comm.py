@@ -390,6 +390,15 @@ def on_nccl(communicator: Communicator) -> Group:
     return Group(communicator, (0, 1), 0, LIMIT_S)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_an_idle_communicator_is_ended_by_its_group_and_a_wrapped_one_by_its_owner(own: bool) -> None:
+    """And not by its last reference, which an error may hold for long."""
+    communicator = Communicator()
+    store = dist.HashStore() if own else None
+    Group(communicator, (0, 1), 0, LIMIT_S, store=store).close()  # type: ignore[arg-type]
+    assert communicator.aborted.is_set() is own
+
+
 @pytest.mark.parametrize("error", ["", "unhandled cuda error"])
 def test_a_communicator_with_a_running_collective_is_aborted_when_its_group_ends(error: str) -> None:
     """Else the device waits in it for ever: nothing that could abort it has the communicator any more."""
@@ -601,6 +610,13 @@ def test_the_waits_of_a_backward_count_with_the_stream_that_it_was_queued_on(mon
     clock.waited(lambda: time.sleep(0.01), on_stream=False)
     assert 3.01 <= clock.take().seconds < 3.5, "both of its stream, and the host's own"
     assert clock.take().seconds == 0.0
+
+
+def test_waits_of_which_nobody_asks_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    clock = WaitClock(most=3)
+    booked = [clock.waited(lambda: None, on_stream=True) for _ in range(8)]
+    assert list(clock.take().waits) == booked[-3:]
 
 
 def test_a_collective_whose_holder_has_dropped_it_still_counts_as_running() -> None:
