@@ -212,7 +212,8 @@ class Executor:
         if task.module == "dit":
             need_gib = self.attention.end(need_gib)
         measure.worked()
-        if task.start_sum in (SumStart.DURING, SumStart.AFTER):
+        leaves = task.leave and outlasting is None
+        if task.start_sum == SumStart.DURING or (task.start_sum == SumStart.AFTER and not leaves):
             self.sync.start_sum()
         shapes = shapes_of(task.module, task.pieces, len(task.bag))
         first_here = not shapes <= self._seen or code_made(self.modules.dit) != codes
@@ -222,8 +223,10 @@ class Executor:
             outlasting.launched = launched
             return
         self.add_cascade(launched)
-        if task.leave:
+        if leaves:
             self.leave_bag(task.bag)
+            if task.start_sum == SumStart.AFTER:  # NCCL ends a communicator when the device has ended, so also this sum
+                self.sync.start_sum()
 
     def _come_near(self, generation: int) -> None:
         """Returns when little is queued after the cascade that the device is in. What is queued cannot be taken back,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.messages import StaleGeneration
+from actors.messages import CascadeTask, StaleGeneration, SumStart
 from actors.plan.types import Item
 from actors.worker.executor import Executor
 from actors.worker.handoff import Inputs, gather_inputs
@@ -252,3 +252,29 @@ def test_a_bag_is_left_when_the_device_has_ended_its_collectives() -> None:
     with pytest.raises(ValueError, match="not connected"):
         host.executor.leave_bag((0, 1))
     assert device.waits == 1 and device.reached == device.made
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_bag_is_left_before_the_gradient_sum_begins(leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL leaving it waits for all that the device has to do, and a sum ends when the slowest worker has come."""
+    host, _ = behind()
+    done: list[str] = []
+    monkeypatch.setattr(host.executor, "leave_bag", lambda bag: done.append("left"))
+    monkeypatch.setattr(host.executor.sync, "start_sum", lambda: done.append("sum"))
+    task = CascadeTask(
+        generation=1,
+        step=0,
+        cascade="0/dit/0",
+        name="dit",
+        module="dit",
+        bag=(0,),
+        samples=(),
+        pieces=(),
+        planned_start_s=0.0,
+        planned_end_s=1.0,
+        start_sum=SumStart.AFTER,
+        leave=leave,
+    )
+    with host.executor.cascade(task):
+        pass
+    assert done == (["left", "sum"] if leave else ["sum"])
