@@ -16,7 +16,7 @@ from ops.attention.sdpa import alike, by_sequence
 
 MOST = 128  # head size: more needs a newer cuDNN than the oldest PyTorch that we take brings
 LEAST = 91501  # cuDNN 9.15.1: before it, lengths that 128 does not divide read beside their memory (PyTorch #169849)
-INSTALLED = torch.backends.cudnn.version()  # None in a build of PyTorch for CPUs
+INSTALLED: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
 MOST_HEADS = 65535  # heads, and sequences, at most: PyTorch's own limits of this call
 
 
@@ -24,7 +24,7 @@ class Cudnn:
     name: BackendName = "cudnn"
 
     def __init__(self, version: int | None = INSTALLED) -> None:
-        """`version` of cuDNN, by default the one that PyTorch has."""
+        """`version` of cuDNN, by default the one that PyTorch has: None in a build for CPUs."""
         self._version = version
 
     def why_not(self, q: Tensor, lengths: Pair | None = None) -> str | None:
