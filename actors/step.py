@@ -110,6 +110,7 @@ class StepBatches:
     cached: Mapping[tuple[Module, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
     """(module, item id) -> what a worker would have published, for the modules that items name as cached."""
     epoch: float | None = None  # how often a sample has been drawn on average when the step ends
+    feeder_bytes: int = 0  # of memory that the feeder has for itself; 0: not known
 
 
 class DataLost(RuntimeError):

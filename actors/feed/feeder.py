@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import ray
 
+from actors import process
 from actors.feed.item_cache import CacheNames, ItemCache
 from actors.feed.item_facts import ItemFacts
 from actors.feed.pulse import AnsweringActor
@@ -117,6 +118,15 @@ class Feeder(AnsweringActor):
             found["forecast"] = asdict(forecast(dataset, self._steps))
         return found
 
+    def prepare(self) -> None:
+        """Open the data, which takes longest, before it is known at which step to `start`. Raises as that does."""
+        self._prepared()
+
+    def _prepared(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._engine_of(self.dataset, self._config, self._needs_pixels)
+        return self._engine
+
     def start(self, first_step: int, token: Position | None = None, avoid: Sequence[str] = ()) -> Mapping[str, object]:
         """Begin decoding at this step, on none of the nodes to `avoid`. Returns the dataset's accounting, shown once at
         the start of a run, with why samples are dropped, how many of them are `listed` in the run's folder, and a
@@ -129,10 +139,8 @@ class Feeder(AnsweringActor):
         if token is not None:
             plain: Any = token  # JSON out of a checkpoint; `resume` checks its version and what it was made from
             self.dataset.resume(plain)
-        if self._engine is None:
-            self._engine = self._engine_of(self.dataset, self._config, self._needs_pixels)
         self._avoid = avoid
-        self._engine.start(first_step, avoid)
+        self._prepared().start(first_step, avoid)
         return {**self.dataset.accounting(), **self._opening}
 
     def resize(self, record: SizesRecord) -> None:
@@ -163,6 +171,7 @@ class Feeder(AnsweringActor):
             references=tuple(_reference(value) for value in values),
             position=self.token(step + 1),
             epoch=self.dataset.epoch(step + 1),
+            feeder_bytes=process.own_bytes(),
             cached={
                 (module, item.id): results for item in items for module, results in self._look_up(item).results.items()
             },

@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import ray
@@ -16,12 +16,15 @@ from actors.config import RuntimeConfig, TrainConfig, WorkersConfig
 from actors.feed.encoders import Encoders
 from actors.feed.experts import ExpertDraw
 from actors.feed.feeder import Feeder
+from actors.feed.growth import Growth
 from actors.feed.item_facts import ItemFacts
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
+from actors.outcome import Tell, silent
 from actors.plan.types import Item
 from actors.pool.room import Need
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, nodes, remote_of, unwrap, wait
+from actors.records.events import FeederRenewed
 from actors.refs import Method, RayNode, Ref
 from actors.step import DataLost, DrawnItem, Position, StepBatches, StepData, StepItems
 from data.buckets import BatchSize
@@ -30,7 +33,7 @@ from data.dataset.order_state import SizesRecord
 from data.engines.engine import make_engine
 from data.engines.machine import DecodeNode, asks, settled
 from data.engines.placement import beside_me
-from data.errors import DataUnreachable
+from data.errors import DataError, DataIOError, DataUnreachable
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -46,12 +49,15 @@ _REDECODED_S = 30.0  # what comes again after a node's death has come by then
 _NODES_S = 5.0  # between two looks at the nodes, while a step is awaited
 _LOOK_S = 2.0  # an answer is awaited this long before the feeder's pulse is felt again
 _STARTS = 3
+_OPENING_S = 3600.0  # a feeder that shall take over has opened the data by then: nothing waits for that
 _POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
 
 
 class FeederHandle(Protocol):
     """The feeder as the controller knows it (`actors.feed.feeder`)."""
 
+    @property
+    def prepare(self) -> Method[[], None]: ...
     @property
     def start(self) -> Method[[int, Position | None, Sequence[str]], DataCounts]: ...
     @property
@@ -70,8 +76,26 @@ class FeederHandle(Protocol):
     def pulse(self) -> Method[[], ProcessId]: ...
 
 
+@dataclass(kw_only=True, slots=True)
+class Successor:
+    """A feeder that is opened beside the one that delivers, to take its place. Until it does, nothing depends on it."""
+
+    feeder: FeederHandle
+    pulse: Pulse
+    opened: Ref[None]
+    since: float  # monotonic seconds; of its opening, then of its start
+    # Once it is open: the first step that nobody was asked for by then. Nobody is before the feeder has taken over.
+    from_step: int | None = None
+    started: Ref[DataCounts] | None = None  # once the position of the data before that step is known
+
+
 class StepSource:
-    """Data of coming steps, requested ahead. A step's references live until `release`."""
+    """Data of coming steps, requested ahead. A step's references live until `release`.
+
+    A feeder that has grown by too much is renewed: another one opens the data beside it and has all steps from one on
+    that nobody was asked for yet. The one before it has answered all that it was asked then, and stays for as long as
+    its pixels are used.
+    """
 
     def __init__(
         self,
@@ -82,10 +106,13 @@ class StepSource:
         stall_s: float,
         silent_s: float = 60.0,
         nodes: Callable[[], Sequence[RayNode]] = nodes,
+        growth: Growth | None = None,
+        tell: Tell = silent,
     ) -> None:
         """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
         and one whose process does not even answer for `silent_s` (`data.engine.silent_s`). So is one that delivers
-        nothing after one of the `nodes` has died: Ray Data has waited for minutes for what was decoded there."""
+        nothing after one of the `nodes` has died: Ray Data has waited for minutes for what was decoded there. `growth`
+        says how far one may grow."""
         self._nodes = nodes
         self._dead: set[str] = set()  # nodes, as far as seen
         self._looked_at = 0.0  # at the nodes
@@ -103,6 +130,10 @@ class StepSource:
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder gets all of them
+        self._growth, self._tell = growth or Growth(), tell
+        self._feeder_from = 0  # the first step that the feeder delivers
+        self._successor: Successor | None = None
+        self._retiring: FeederHandle | None = None  # has delivered the steps before those of the feeder
         self._furthest = -1  # the last step that any feeder was asked for
         self._unread: DataUnreachable | None = None  # what kept the last `open` from its data
 
@@ -134,11 +165,11 @@ class StepSource:
     def _open(self, first_step: int, token: Position | None) -> DataCounts:
         self.close()
         self._dead, self._died_at = self._dead_nodes(), math.inf
-        feeder = self._feeder = self._make()
+        feeder = self._feeder = self._make_resized()
         self._furthest = max(self._furthest, first_step - 1)  # steps that run may still be committed as they are
-        for record in self._resized:
-            feeder.resize.remote(record)
-        self._pulse = Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
+        self._feeder_from = first_step
+        self._growth.begin()
+        self._pulse = self._pulse_of(feeder)
         started, opened = time.monotonic(), feeder.start.remote(first_step, token, self.avoid)
         told = started
         while not wait([opened], timeout=_LOOK_S)[0]:  # a first index of a large data set takes its time
@@ -148,9 +179,20 @@ class StepSource:
                 log.warning("the data is being opened since %.0f s", now - started)
         return unwrap(lambda: get(opened))
 
+    def _make_resized(self) -> FeederHandle:
+        """A feeder whose batches have the sizes that were decided on."""
+        feeder = self._make()
+        for record in self._resized:
+            feeder.resize.remote(record)
+        return feeder
+
+    def _pulse_of(self, feeder: FeederHandle) -> Pulse:
+        return Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
+
     def request(self, step: int) -> None:
-        """Ask for a step ahead of its use; idempotent, steps past the end of the run are ignored."""
-        if step < self._last and step not in self._items and step not in self._ready:
+        """Ask for a step ahead of its use; idempotent. Steps past the end of the run are ignored, and those of a feeder
+        that has not taken over yet."""
+        if step < self._last and not self._is_held(step) and step not in self._items and step not in self._ready:
             self._furthest = max(self._furthest, step)
             self._items[step] = self._open_feeder.items.remote(step)
             self._batches[step] = self._open_feeder.batches.remote(step)
@@ -164,6 +206,7 @@ class StepSource:
         """
         if self._unread is not None:
             raise self._unread
+        self._look_at_growth()
         for wanted in (step, step + 1):
             self.request(wanted)
         asked = [known[s] for s in (step, step + 1) for known in (self._items, self._batches) if s in known]
@@ -171,7 +214,7 @@ class StepSource:
         for answer in done:
             self._get(answer)  # of a failed one its error; the others are lists of references
         if len(done) == len(asked):
-            return True
+            return not self._is_held(step + 1) or self._await_start(timeout_s)
         self._feel_pulse()
         if (waited := time.monotonic() - self._asked_at[min(self._asked_at)]) > self._patience_s:
             raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")
@@ -192,7 +235,7 @@ class StepSource:
         return {node["NodeID"] for node in self._nodes() if not node["Alive"]}
 
     def items(self, step: int) -> tuple[Item, ...] | None:
-        """The items of a step as the planner sees them, or None past the end of the run."""
+        """The items of a step as the planner sees them, or None for one that `request` ignores."""
         if step in self._ready:
             return self._ready[step].items.planned
         self.request(step)
@@ -210,6 +253,8 @@ class StepSource:
                 epoch=batches.epoch,
             )
             self._positions[step + 1] = batches.position
+            if step >= self._feeder_from:  # else it is of the one before
+                self._growth.seen(batches.feeder_bytes)
             while len(self._positions) > _POSITIONS_KEPT:
                 self._positions.popitem(last=False)
             del self._items[step], self._told[step], self._batches[step], self._asked_at[step]
@@ -227,6 +272,11 @@ class StepSource:
         for known in [s for s in self._ready if s <= step]:
             del self._ready[known]
         self._open_feeder.release.remote(step)
+        if self._retiring is not None:
+            self._retiring.release.remote(step)
+            if step >= self._feeder_from - 1:
+                kill(self._retiring)
+                self._retiring = None
         return self._positions.get(step + 1)
 
     @property
@@ -239,6 +289,8 @@ class StepSource:
         self._resized.append(record)
         if self._feeder is not None:
             self._feeder.resize.remote(record)
+        if self._successor is not None:
+            self._successor.feeder.resize.remote(record)
 
     def ledger(self) -> DataCounts:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
@@ -252,13 +304,97 @@ class StepSource:
         return self._get(self._feeder.token.remote(step))
 
     def close(self) -> None:
-        """End the feeder, also one that is stopped and hears nothing."""
+        """End the feeder, also one that is stopped and hears nothing, and those before and after it."""
+        self._drop_successor()
+        if self._retiring is not None:
+            kill(self._retiring)
         if self._feeder is not None:
-            kill(self._feeder)
-            self._feeder = None
-        if self._pulse is not None and (stopped := self._pulse.stopped) is not None:
-            kill_process(stopped.node, stopped.pid, stopped.born)
-        self._pulse = None
+            _end(self._feeder, self._pulse)
+        self._retiring = self._feeder = self._pulse = None
+
+    # -- a feeder that has grown ---------------------------------------------------------------------------------------
+
+    def _is_held(self, step: int) -> bool:
+        """Whether a step is for a feeder that has not taken over yet."""
+        successor = self._successor
+        return successor is not None and successor.from_step is not None and step >= successor.from_step
+
+    def _look_at_growth(self) -> None:
+        """Open another feeder where this one has grown, and have it take over; waits for nothing. Raises what the one
+        that delivers has failed with."""
+        successor = self._successor
+        if successor is None:
+            if self._growth.is_over and self._retiring is None and self.next_unasked < self._last:
+                feeder = self._make_resized()
+                self._successor = Successor(
+                    feeder=feeder,
+                    pulse=self._pulse_of(feeder),
+                    opened=feeder.prepare.remote(),
+                    since=time.monotonic(),
+                )
+        elif successor.started is not None:
+            if self._has_answered(successor, successor.started, self._patience_s):
+                self._take_over(successor)
+        elif successor.from_step is not None or self._has_answered(successor, successor.opened, _OPENING_S):
+            self._start(successor)
+
+    def _has_answered(self, successor: Successor, answer: Ref[None] | Ref[DataCounts], longest_s: float) -> bool:
+        """Whether it has done what it was asked for. One that has failed, or takes too long, is given up: the feeder
+        goes on, and may grow by as much again before another one is tried."""
+        waited_s = time.monotonic() - successor.since
+        try:
+            if wait([answer], timeout=0)[0]:
+                unwrap(lambda: get(answer))
+                return True
+            successor.pulse.check()
+        except (ray.exceptions.RayError, DataError, DataIOError, Silent) as error:
+            why = str(error)
+        else:
+            if waited_s <= longest_s:
+                return False
+            why = f"it has not answered in {waited_s:.0f} s"
+        log.warning("no feeder takes over from the one that has grown: %s", why)
+        self._drop_successor()
+        return False
+
+    def _start(self, successor: Successor) -> None:
+        """Have it begin at the first step that nobody was asked for, once the position before that is known."""
+        if successor.from_step is None:
+            successor.from_step = self.next_unasked
+        if successor.from_step >= self._last:
+            self._drop_successor()  # the feeder delivers all that is left
+        elif (position := self._position_before(successor.from_step)) is not None:
+            successor.since = time.monotonic()
+            successor.started = successor.feeder.start.remote(successor.from_step, position, self.avoid)
+
+    def _await_start(self, timeout_s: float) -> bool:
+        """Wait for the successor, which has the next steps, at most so long. False: it takes over at the next look."""
+        if self._successor is not None and self._successor.started is not None:
+            wait([self._successor.started], timeout=timeout_s)
+        return False
+
+    def _position_before(self, step: int) -> Position | None:
+        """The data's position before a step, if the one before that has been delivered."""
+        answer = self._batches.get(step - 1)
+        if step not in self._positions and answer is not None and wait([answer], timeout=0)[0]:
+            self._positions[step] = self._get(answer).position
+        return self._positions.get(step)
+
+    def _take_over(self, successor: Successor) -> None:
+        """All steps that were asked for have been delivered; later ones are the successor's."""
+        assert successor.from_step is not None, "it has started"
+        mib = [round(size / 2**20) for size in (self._growth.settled_bytes, self._growth.now_bytes)]
+        self._retiring, self._feeder, self._successor = self._feeder, successor.feeder, None
+        self._pulse, self._feeder_from = successor.pulse, successor.from_step
+        self._growth.begin()
+        self._tell(FeederRenewed(from_step=successor.from_step, settled_mib=mib[0], grown_mib=mib[1]))
+
+    def _drop_successor(self) -> None:
+        """Another one is opened where the feeder grows by as much again."""
+        if self._successor is not None:
+            _end(self._successor.feeder, self._successor.pulse)
+        self._successor = None
+        self._growth.begin()
 
     @property
     def _open_feeder(self) -> FeederHandle:
@@ -284,6 +420,13 @@ class StepSource:
                 self._feel_pulse()
                 if time.monotonic() > deadline:
                     raise DataLost(f"the feeder has not answered in {self._patience_s:.0f} s") from None
+
+
+def _end(feeder: FeederHandle, pulse: Pulse | None) -> None:
+    """Also one that is stopped and hears nothing."""
+    kill(feeder)
+    if pulse is not None and (stopped := pulse.stopped) is not None:
+        kill_process(stopped.node, stopped.pid, stopped.born)
 
 
 def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[[], FeederHandle]:

@@ -552,6 +552,21 @@ class FeederLost(RunEvent, event="feeder_lost", disturbs=True):
         return f"the feeder was lost and is started again{_because(self.why)}"
 
 
+class FeederRenewed(RunEvent, event="feeder_renewed", disturbs=True):
+    """The feeder had grown by too much. Another one, opened beside it, has the same samples from a step on; nothing is
+    decoded or computed twice that was asked for before."""
+
+    from_step: int
+    settled_mib: int  # that the one before it had in its first steps
+    grown_mib: int  # and in its last
+
+    def describe(self) -> str:
+        return (
+            f"another feeder takes over at step {self.from_step}, as this one has grown from {self.settled_mib:,} to "
+            f"{self.grown_mib:,} MiB"
+        )
+
+
 # -- snapshots and checkpoints -----------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,7 @@ def start_controller(
         config.train.steps,
         config.data.engine.stall_s,
         config.data.engine.silent_s,
+        tell=events.tell,
     )
     planner = training.planner(costs.profile, events)
     recalibration = Recalibration.of(run_dir, stages_of(config.data, geometry, timed), planner, source, events)

@@ -1,7 +1,9 @@
-"""A frozen worker is ended by its number only while that number is still its own."""
+"""A frozen worker is ended by its number only while that number is still its own; memory is counted without what is
+shared."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.process import birth, kill
+from actors.process import birth, kill, own_bytes
 
 
 @pytest.fixture
@@ -46,3 +48,13 @@ def test_a_process_that_has_ended_is_nobody(sleeper: subprocess.Popen) -> None:
     sleeper.kill()
     sleeper.wait(60)
     assert birth(sleeper.pid) == "" and not kill(sleeper.pid, born)
+
+
+@pytest.mark.skipif(not own_bytes(), reason="the system tells no memory by its kind")
+def test_memory_of_its_own_is_counted_without_what_others_share() -> None:
+    mib, before = 1 << 20, own_bytes()
+    with mmap.mmap(-1, 64 * mib) as shared:  # as the object store
+        shared.write(b"1" * (64 * mib))
+        assert own_bytes() - before < 32 * mib
+        mine = b"1" * (64 * mib)
+        assert own_bytes() - before > 48 * mib and len(mine) == len(shared)

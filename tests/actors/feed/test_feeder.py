@@ -17,10 +17,13 @@ import ray
 from actors.config import TrainConfig, WorkersConfig
 from actors.feed.encoders import Encoders
 from actors.feed.feeder import EngineOf, Feeder
+from actors.feed.growth import Growth
 from actors.feed.item_cache import ItemCache
 from actors.feed.item_facts import ItemFacts
 from actors.feed.step_source import StepSource, item_facts
+from actors.outcome import Tell, silent
 from actors.plan.types import Item
+from actors.records.events import FeederRenewed, RunEvent
 from actors.step import StepBatches, StepItems
 from app.inputs.items import items_from_data
 from app.settings.config import RunConfig
@@ -485,13 +488,21 @@ class Actor:
         return Asked(getattr(self._plain, name))
 
 
-def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
+def source(
+    clips: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine_of: EngineOf = Engine,
+    *,
+    steps: int = 10**6,
+    growth: Growth | None = None,
+    tell: Tell = silent,
+) -> StepSource:
     monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     monkeypatch.setattr(ray, "wait", lambda asked, num_returns=1, timeout=None: (asked, []))
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
     plain = two_sources(clips)
-    make = lambda: Actor(feeder_of(plain, clips, engine_of=Engine))  # noqa: E731
-    return StepSource(make, Geometry(), "sample", 10**6, 60.0, nodes=list)
+    make = lambda: Actor(feeder_of(plain, clips, engine_of=engine_of))  # noqa: E731
+    return StepSource(make, Geometry(), "sample", steps, 60.0, nodes=list, growth=growth, tell=tell)
 
 
 def two_sources(clips: Path) -> DataConfig:
@@ -546,6 +557,54 @@ def test_counts_are_exact_after_any_restart_of_feeder_and_controller(
     at.open(committed + 1, held[committed])
     expected = counted(plan, committed + 1)
     assert told(at.ledger()) == expected and min(bad for _, _, bad in expected.values()) > 0 and len(restarts) > 3
+
+
+class Watched(Engine):
+    """Notes which of several engines has begun where, and which has handed out what."""
+
+    def __init__(self, dataset: Dataset, config: DataConfig, begun: list[int], handed: list[tuple[int, int]]) -> None:
+        super().__init__(dataset, config, lambda item: True)
+        self._begun, self._handed = begun, handed
+
+    def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
+        super().start(first_step, avoid)
+        self._first = first_step
+        self._begun.append(first_step)
+
+    def batches(self, step: int) -> list[Any]:
+        self._handed.append((self._first, step))
+        return super().batches(step)
+
+
+def passed(at: StepSource, steps: int) -> list[object]:
+    """What a run of these `steps` sees of its data, and the account in the end."""
+    at.open(0)
+    found = list[object]()
+    for step in range(steps):
+        assert any(at.has(step) for _ in range(3)), "a feeder that takes over holds nothing up for long"
+        for ahead in range(step, min(step + 4, steps)):  # for the planner
+            assert at.items(ahead) is not None or ahead > step + 1
+        data = at.data(step)
+        samples = [(s.key, s.weight) for item in data.items.items.values() for s in item.samples]
+        released = json.dumps(at.release(step - 1)) if step else ""
+        found.append((tuple(data.batches), samples, data.epoch, released))
+    return [*found, json.dumps(at.release(steps - 1)), at.ledger()]
+
+
+def test_a_feeder_that_takes_over_goes_on_exactly(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples, positions and accounts are those of a run with one feeder, and each step is handed out once."""
+    steps, events, begun, handed = 60, list[RunEvent](), list[int](), list[tuple[int, int]]()
+    expected = passed(source(clips, monkeypatch, steps=steps), steps)
+    growth = Growth(most_bytes=-(1 << 60), settling_steps=5, steady_steps=1)  # over as soon as it has settled
+    watched: EngineOf = lambda dataset, config, needs_pixels: Watched(dataset, config, begun, handed)  # noqa: E731
+    at = source(clips, monkeypatch, watched, steps=steps, growth=growth, tell=events.append)
+    assert passed(at, steps) == expected
+    assert told(at.ledger()) == counted(Dataset.open(two_sources(clips), Geometry(), 0), steps)
+    renewed = [event.from_step for event in events if isinstance(event, FeederRenewed)]
+    assert begun == [0, *renewed] and len(renewed) > 3 and renewed[-1] < steps
+    assert min(later - one for one, later in zip(begun, renewed)) > 5, "each has settled before"
+    owners = [max(first for first in begun if first <= step) for step in range(steps)]
+    assert handed == list(zip(owners, range(steps))), "in order, and none twice"
 
 
 def counted(plan: Dataset, steps: int, judged: int | None = None) -> dict[int, Counts]:

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import ray
 
+from actors.feed.growth import Growth
+from actors.feed.pulse import ProcessId
+from actors.feed.step_source import StepSource
 from actors.plan.types import Item
+from actors.records.events import FeederRenewed, RunEvent
 from actors.step import DataLost, DrawnItem, StepBatches, StepItems
 from data.errors import DataIOError, DataUnreachable
+from ops.geometry import Geometry
 from tests.actors.fakes import Handle, source_of
 
 
@@ -147,3 +152,166 @@ def test_what_is_asked_for_after_a_nodes_death_may_take_its_time(monkeypatch: py
     for waited in range(0, 250, 10):
         now[0] = 1000.0 + waited
         assert not source.has(3)
+
+
+class Feeders:
+    """Those that a source makes, and what has come of what they were asked; references are tuples."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int = 100) -> None:
+        self.made: list[Handle] = []
+        self.killed: list[Handle] = []
+        self.late: set[tuple[object, ...]] = set()  # answers that have not come
+        self.failed: dict[tuple[object, ...], Exception] = {}
+        self.told: list[RunEvent] = []
+        growth = Growth(most_bytes=0, settling_steps=2, steady_steps=1)  # over after three steps
+        self.source = StepSource(
+            self._make, Geometry(), "sample", steps, 60.0, nodes=list, growth=growth, tell=self.told.append
+        )
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "kill", lambda feeder, no_restart: self.killed.append(feeder))
+
+    def _make(self) -> Any:
+        number = len(self.made)
+        methods = ("prepare", "start", "items", "batches", "pulse")
+        answers = {name: lambda *asked, name=name: (number, name, *asked[:1]) for name in methods}
+        self.made.append(Handle(**answers))
+        return self.made[-1]
+
+    def _wait(
+        self, asked: list[Any], num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        return [one for one in asked if one not in self.late], [one for one in asked if one in self.late]
+
+    def _get(self, reference: Any, timeout: float | None = None) -> Any:
+        assert reference not in self.late, f"nobody may wait for {reference}"
+        if reference in self.failed:
+            raise self.failed[reference]
+        number, name, *of = reference
+        if name == "pulse":
+            return ProcessId(node="n", pid=number, born="then")
+        if name == "items":
+            return (DrawnItem(plan=Item(id=f"s{of[0]}.0", batch=1, frames=1, height=32, width=32), keys=("0/0/1",)),)
+        if name == "batches":
+            mib = (100 if number else 700) + of[0]  # the first one is larger, and all of them grow
+            return StepBatches(references=(reference,), position={"step": of[0] + 1}, feeder_bytes=mib << 20)
+        return {}
+
+    def run(self, steps: range) -> None:
+        """These steps are taken and committed, with two under way."""
+        for step in steps:
+            assert any(self.source.has(step) for _ in range(3))
+            self.source.data(step)
+            if step:
+                self.source.release(step - 1)
+
+    def asked(self, number: int, name: str) -> list[Any]:
+        """The steps for which a feeder's method was called."""
+        return [arguments[0] for arguments in getattr(self.made[number], name).asked]
+
+
+def test_a_feeder_that_opens_its_data_holds_nothing_up_and_takes_over_what_nobody_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feeders = Feeders(monkeypatch)
+    feeders.late = {(1, "prepare"), (0, "batches", 8)}
+    feeders.source.open(0)
+    feeders.run(range(7))
+    assert len(feeders.made) == 2 and not feeders.source.has(7)
+    assert feeders.asked(0, "batches") == list(range(9)), "the first one goes on"
+    feeders.late = {(0, "batches", 8), (1, "start", 9)}
+    assert not feeders.source.has(7) and feeders.asked(1, "start") == [], "nobody knows the position before 9"
+    feeders.late = {(1, "start", 9)}
+    feeders.run(range(7, 8))
+    assert feeders.made[1].start.asked == [(9, {"step": 9}, ())]
+    assert not feeders.source.has(8) and feeders.source.items(9) is None, "9 waits for who will have it"
+    assert feeders.told == [] and feeders.killed == []
+    feeders.late = set()
+    feeders.run(range(8, 9))
+    assert feeders.told == [FeederRenewed(from_step=9, settled_mib=701, grown_mib=707)]
+    assert feeders.asked(1, "batches") == [9] and feeders.asked(0, "batches") == list(range(9))
+    assert feeders.killed == [], "workers may still read what it has decoded"
+    feeders.run(range(9, 10))
+    assert feeders.killed == [feeders.made[0]] and feeders.asked(0, "release") == list(range(9))
+
+
+def test_a_feeder_that_cannot_open_its_data_is_given_up_and_tried_again_after_as_much_growth(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeders = Feeders(monkeypatch)
+    silent = ray.exceptions.RayTaskError("prepare", "traceback", DataUnreachable("stat /nfs/0.tar: no answer"))
+    feeders.failed = {(1, "prepare"): silent, (2, "prepare"): ray.exceptions.ActorDiedError(), (3, "start", 13): silent}
+    feeders.source.open(0)
+    feeders.run(range(30))
+    assert feeders.killed[:3] == feeders.made[1:4] and "stat /nfs/0.tar: no answer" in caplog.text
+    first, *later = [event.from_step for event in feeders.told if isinstance(event, FeederRenewed)]
+    assert first == 17 and later and feeders.asked(0, "batches") == list(range(17))
+
+
+def test_growth_of_a_feeder_that_has_taken_over_is_counted_from_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from those of the one before it, of which the last are read after that."""
+    feeders = Feeders(monkeypatch)
+    feeders.source.open(0)
+    feeders.run(range(12))
+    assert feeders.told == [
+        FeederRenewed(from_step=5, settled_mib=701, grown_mib=703),
+        FeederRenewed(from_step=10, settled_mib=106, grown_mib=108),
+    ]
+
+
+def test_data_that_is_opened_anew_ends_all_feeders(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeders = Feeders(monkeypatch)
+    feeders.late = {(1, "start", 5)}
+    feeders.source.open(0)
+    feeders.run(range(4))
+    assert not feeders.source.has(4) and feeders.source.items(5) is None
+    feeders.source.open(4)
+    assert feeders.killed == [feeders.made[1], feeders.made[0]]
+    feeders.run(range(4, 6))
+    assert feeders.asked(2, "batches") == [4, 5, 6], "it is asked for what was held"
+
+
+def test_no_feeder_takes_over_at_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeders = Feeders(monkeypatch, steps=6)
+    feeders.late = {(1, "prepare")}
+    feeders.source.open(0)
+    feeders.run(range(5))
+    feeders.late = set()
+    feeders.run(range(5, 6))
+    assert feeders.told == [] and feeders.killed == [feeders.made[1]] and len(feeders.made) == 2
+
+
+def test_sizes_that_are_decided_while_a_feeder_opens_its_data_are_its_sizes_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feeders = Feeders(monkeypatch)
+    feeders.late = {(1, "prepare")}
+    before: Any = {"from": 2, "sizes": {"1x64x96": 3}}
+    meanwhile: Any = {"from": 5, "sizes": {"1x64x96": 4}}
+    feeders.source.resize(before)
+    feeders.source.open(0)
+    feeders.run(range(4))
+    feeders.source.resize(meanwhile)
+    for feeder in feeders.made:
+        assert [record for (record,) in feeder.resize.asked] == [before, meanwhile]
+    assert len(feeders.made) == 2
+
+
+def test_a_feeder_that_freezes_before_it_takes_over_holds_a_run_up_for_no_longer_than_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, ended = [1000.0], list[object]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("actors.feed.step_source.kill_process", lambda *process: ended.append(process))
+    feeders = Feeders(monkeypatch)
+    feeders.late = {(1, "start", 5)}
+    feeders.source.open(0)
+    feeders.run(range(4))
+    assert not feeders.source.has(4) and not feeders.source.has(4), "it answers and has not started"
+    feeders.late.add((1, "pulse"))
+    waited = 0
+    while not feeders.source.has(4):
+        now[0], waited = now[0] + 1.0, waited + 1
+        assert waited < 100
+    assert waited >= 59 and feeders.killed == [feeders.made[1]] and ended == [("n", 1, "then")]
+    assert feeders.asked(0, "batches") == list(range(6)), "the one before it goes on"

@@ -69,6 +69,8 @@ WORDS = {  # a value for every field that an event has
     "repairs": 3,
     "every": 20,
     "mib_needed": 9,
+    "settled_mib": 700,
+    "grown_mib": 1800,
     "mib_room": 1,
     "cascade": "dit 17f 64x96 b2 sp1 s4",
     "degree": 1,
@@ -148,7 +150,7 @@ def test_a_misspelt_or_missing_detail_is_an_error_where_the_event_is_made() -> N
 def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
     assert {name for name, kind in KINDS.items() if kind.disturbs} == {
         "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost",
-        "memory", "decode_wait", "storage_wait", "data_unreachable",
+        "feeder_renewed", "memory", "decode_wait", "storage_wait", "data_unreachable",
     }  # fmt: skip
 
 
