@@ -94,6 +94,14 @@ def join(
     to_the_end: Annotated[
         bool, typer.Option("--to-the-end", help="Leave when the cluster ends and no sooner: signals are for the run.")
     ] = False,
+    temp_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of Ray's files on this machine, removed at the end; its logs stay where the run has failed. "
+            "Default: a folder of the same name as on the cluster's head, and they stay.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Add this machine to the Ray cluster of a run until the run has ended, also when it starts anew; SIGTERM, SIGUSR1
     or Ctrl-C: its workers finish the steps that they were given, then it leaves."""
@@ -101,7 +109,15 @@ def join(
 
     if (run is None) == (cluster is None):
         raise typer.BadParameter("give the folder of a run or --cluster HOST:PORT, one of the two.")
-    given = Joining(run=run, cluster=cluster, address=address, wait_s=wait_s, leave_s=leave_s, to_the_end=to_the_end)
+    given = Joining(
+        run=run,
+        cluster=cluster,
+        address=address,
+        wait_s=wait_s,
+        leave_s=leave_s,
+        to_the_end=to_the_end,
+        temp_dir=temp_dir,
+    )
     raise typer.Exit(join_until_told(given))
 
 

@@ -32,6 +32,7 @@ from actors.outcome import Exit
 from app.run.cluster import ClusterAddress
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
+from app.run.ray_files import remove_ray_files
 from app.run.signals import signals_wait, unwinds_on_signal
 from ops.cores import usable_cores
 
@@ -59,11 +60,26 @@ class Joining:
     wait_s: float = 3600.0  # for a cluster to answer
     leave_s: float = 120.0  # for workers to finish
     to_the_end: bool = False  # of the cluster: signals are those of the run, which ends by them
+    temp_dir: Path | None = (
+        None  # of Ray's files on this machine, which go at the end; None: where the head has its own
+    )
 
 
 def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
     """Returns the exit code: 0 when told to leave, or when the run has ended; 75 where no cluster came; 1 where this
-    machine cannot join. `ended_s`: that a run whose cluster has gone may take to say how it ended."""
+    machine cannot join. `ended_s`: that a run whose cluster has gone may take to say how it ended.
+
+    Nothing stays in `temp_dir`, but for Ray's logs where this machine could not join, or the run has failed."""
+    code = None
+    try:
+        code = _join(joining, ended_s)
+    finally:
+        if joining.temp_dir is not None:
+            remove_ray_files(joining.temp_dir, logs=code != Exit.FAILURE and not _has_failed(joining))
+    return code
+
+
+def _join(joining: Joining, ended_s: float) -> int:
     short = 0  # starts in a row that lasted no time
     # a terminal that is gone tells this process alone: Ray has a session of its own
     with unwinds_on_signal(), _told_to_leave(joining.to_the_end) as leaves:
@@ -75,7 +91,9 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
             print(f"joining {found.address}{leaving}", flush=True)
             with ExitStack() as held:
                 with signals_wait():
-                    node = JoinedNode(found, joining.address)
+                    if joining.temp_dir is not None:
+                        held.callback(remove_ray_files, joining.temp_dir, logs=False)
+                    node = JoinedNode(found, joining.address, joining.temp_dir)
                     held.callback(node.end)
                 while node.lives and not leaves.wait(_WATCH_S):
                     pass
@@ -151,6 +169,11 @@ def _is_over(joining: Joining, patience_s: float = 0.0, leaves: threading.Event 
         time.sleep(_LOOK_S)
 
 
+def _has_failed(joining: Joining) -> bool:
+    outcome = read_outcome(joining.run) if joining.run is not None else None
+    return outcome is not None and outcome.code not in (Exit.OK, Exit.RESUMABLE)
+
+
 def _no_cluster(joining: Joining) -> int:
     print(f"error: {_what(joining)} did not come within {joining.wait_s:g} s.", file=sys.stderr)
     return Exit.RESUMABLE
@@ -159,11 +182,12 @@ def _no_cluster(joining: Joining) -> int:
 class JoinedNode:
     """Ray's processes of this machine."""
 
-    def __init__(self, cluster: ClusterAddress, address: str) -> None:
-        """`address`: as `Joining.address`."""
+    def __init__(self, cluster: ClusterAddress, address: str, temp_dir: Path | None) -> None:
+        """`address`, `temp_dir`: as in `Joining`."""
         ray = str(Path(sys.executable).with_name("ray"))
         own = address or _address_towards(cluster.address)
         options = [f"--num-cpus={usable_cores()}", *([f"--node-ip-address={own}"] if own else [])]
+        options += [f"--temp-dir={temp_dir.absolute()}"] if temp_dir is not None else []
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # without a name: it goes with this process
         self._began = time.monotonic()
         self._process = subprocess.Popen(

@@ -184,6 +184,40 @@ def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
     assert list(aside.iterdir()) == [] and not [one for one in lives if str(tmp_path) in " ".join(one.cmdline())]
 
 
+# Ray's files, in the folder that it is given
+FILES = """
+for word in "$@"; do case $word in --temp-dir=*) temp=${word#--temp-dir=} ;; esac; done
+mkdir -p $temp/session_1/logs $temp/session_1/ray_spilled_objects_of_a_node
+ln -sfn session_1 $temp/session_latest
+touch $temp/ray_current_cluster $temp/session_1/logs/raylet.out $temp/session_1/ray_spilled_objects_of_a_node/pixels
+"""
+
+
+@pytest.mark.parametrize(("code", "logs"), [(0, False), (1, True)])
+def test_rays_files_go_with_the_machine_and_its_logs_stay_where_the_run_has_failed(
+    code: int, logs: bool, tmp_path: Path, cluster_for: Callable[[str], str]
+) -> None:
+    temp = tmp_path / "temp"
+    outcome = json.dumps({"code": code, "reason": "it has ended", "last_step": 9})
+    cluster_for(f"{FILES}\nls $temp/session_1 > {tmp_path}/seen\necho '{outcome}' > {tmp_path}/outcome.json")
+    assert join_until_told(Joining(run=tmp_path, wait_s=60, temp_dir=temp)) == 0
+    assert (tmp_path / "seen").read_text().split() == ["logs", "ray_spilled_objects_of_a_node"]
+    assert (temp / "session_1" / "logs" / "raylet.out").exists() == logs
+    assert temp.exists() == logs and not list(temp.glob("session_1/ray_spilled*"))
+
+
+def test_rays_files_go_when_a_machine_is_told_to_leave_and_what_others_have_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster_for: Callable[[str], str]
+) -> None:
+    cluster_for(f"{FILES}\nkill -USR1 {os.getpid()}\nsleep 60")
+    monkeypatch.setattr("app.run.join._leave", lambda *given: None)
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    (temp / "notes").touch()
+    assert join_until_told(Joining(run=tmp_path, wait_s=60, temp_dir=temp)) == 0
+    assert [one.name for one in temp.iterdir()] == ["notes"]
+
+
 def test_a_run_that_ends_while_a_machine_leaves_does_not_end_the_workers_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

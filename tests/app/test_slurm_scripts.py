@@ -193,3 +193,12 @@ def test_a_run_that_was_complete_when_it_was_told_is_not_requeued(tmp_path: Path
         os.kill(made.process.pid, signal.SIGUSR1)
         assert made.process.wait(20) == 0
         assert not [call for call in made.calls() if call.startswith("scontrol requeue")]
+
+
+def test_a_node_that_joins_has_rays_files_in_a_folder_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "heddle").write_text('#!/bin/sh\necho "$RAY_AUTH_MODE" "$@"\n')
+    (tmp_path / "heddle").chmod(0o755)
+    given = {**os.environ, "HEDDLE_BIN": str(tmp_path), "SLURM_JOB_ID": "7"}
+    script = ["bash", str(SCRIPTS / "join.sbatch"), "runs/a b", "--leave-s", "9"]
+    told = subprocess.run(script, env=given, check=True, capture_output=True, text=True).stdout
+    assert told == "token workers join --temp-dir /tmp/ray-7 runs/a b --leave-s 9\n"
