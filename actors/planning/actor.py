@@ -12,6 +12,7 @@ from actors.config import PlannerConfig
 from actors.letters import NodeAnswer
 from actors.messages import MemoryExceeded, Span
 from actors.plan.costs.fetching import FetchedWeights
+from actors.plan.costs.needs import Footprint, NeedKey
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.check import check
@@ -122,7 +123,7 @@ def learn_limit(profile: Profile, found: MemoryExceeded, text_tokens: Mapping[st
 
 
 def learn_needs(profile: Profile, spans: Sequence[Span], text_tokens: Mapping[str, int]) -> None:
-    """Peaks of the cascades of a step; of a bag the rank that needed most."""
+    """Peaks of the cascades of a step; of a bag the rank that needed most, of a size the cascade that did."""
     peaks: dict[tuple[int, str], tuple[float, Span]] = {}
     for span in spans:
         counted = span.module != "text" or all(piece.item in text_tokens for piece in span.pieces)
@@ -130,13 +131,19 @@ def learn_needs(profile: Profile, spans: Sequence[Span], text_tokens: Mapping[st
             key = span.step, span.cascade
             if key not in peaks or peaks[key][0] < span.need_gib:
                 peaks[key] = span.need_gib, span
+    of_size: dict[tuple[NeedKey, float], tuple[float, Footprint]] = {}
+    too_large: list[Footprint] = []
     for need, span in peaks.values():
         module = cast(Module, span.module)
         found = profile.footprint(module, samples_of(span.pieces, text_tokens), span.degree)
-        if span.exceeded_gib is None:
-            profile.observe_need(found, need)
-        else:
-            profile.exceed(found)
+        if span.exceeded_gib is not None:
+            too_large.append(found)
+        elif found.size not in of_size or of_size[found.size][0] < need:
+            of_size[found.size] = need, found
+    for need, found in of_size.values():
+        profile.observe_need(found, need)
+    for found in too_large:  # at last: what fitted once and not another time is a limit
+        profile.exceed(found)
 
 
 def updates(spans: Sequence[Span]) -> list[tuple[int, float]]:

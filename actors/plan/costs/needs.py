@@ -5,13 +5,15 @@ a rank over all its samples: its need is exactly linear in them. Those of video 
 count as the part of a row that they take (`Needs.text_rows`), and where ranks share heads a row counts more
 (`Needs.row_weight`). Units of a VAE are the clips of one shape that it encodes at a time, and of the others what their
 rows take; those of a text encoder are tokens. A line is predicted from the model, before anything has run, and replaced
-by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
+by the peaks that workers measure: of each size the greatest of its newest ones, as one may be higher by chance, such as
+where the allocator first gave cached blocks back. Where memory ran out is a limit until something larger has fitted.
 `known` is what outlasts the process: in the folder of a run, and in the file of `heddle profile`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from ops.models.config import TEXT_BATCH_TOKENS
 
 NeedKey = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
+NEWEST_PEAKS = 100  # of a size, one for each step in which it ran, of which the greatest counts
 SOLO, BAG = "solo", "bag"
 _ALIKE = 0.02  # by which a row may count otherwise before measured peaks are of another unit
 
@@ -40,6 +43,12 @@ class Footprint:
     def line(self) -> NeedKey:
         """The line that says what it needs."""
         return self.module, self.kind
+
+    @property
+    def size(self) -> tuple[NeedKey, float]:
+        """What its peak is known by: its line, and its units to three digits, which are enough for a line, and few
+        points however many sizes come."""
+        return self.line, float(f"{self.units:.3g}")
 
 
 def footprint(
@@ -111,7 +120,7 @@ def line_through(units: tuple[float, float], gib: tuple[float, float]) -> NeedLi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedPeak:
-    """The highest peak of cascades of one number of units."""
+    """The peak that counts of cascades of one number of units."""
 
     units: float
     gib: float
@@ -164,7 +173,7 @@ class Needs:
     """Lines, peaks and limits of one model on one device. `observe` and `exceed` change it."""
 
     predicted: dict[NeedKey, NeedLine] = field(default_factory=dict)
-    measured: dict[NeedKey, dict[float, float]] = field(default_factory=dict)  # units -> the highest peak, GiB
+    measured: dict[NeedKey, dict[float, float]] = field(default_factory=dict)  # units -> the peak that counts, GiB
     limits: dict[NeedKey, float] = field(default_factory=dict)  # units at which memory ran out
     tries: dict[tuple[NeedKey, float], int] = field(default_factory=dict)  # times it did, by kind and units
     missing: dict[tuple[NeedKey, float], float] = field(default_factory=dict)  # GiB that it lacked at least
@@ -178,6 +187,7 @@ class Needs:
     beside: str = ""  # how the states lie beside which memory ran out, and what a device may give: limits hold for that
     batches: dict[str, ClipBatches] = field(default_factory=dict)  # by kind of VAE cascade, where it was predicted
     _learned: dict[NeedKey, NeedLine] = field(default_factory=dict)
+    _newest: dict[NeedKey, dict[float, deque[float]]] = field(default_factory=dict)  # units -> peaks, the oldest first
 
     def gib(self, found: Footprint) -> float | None:
         """GiB that it needs, or None where nothing is known of its kind."""
@@ -185,7 +195,7 @@ class Needs:
         if not points:
             line = self.predicted.get(found.line)
             return None if line is None else line.at(found.units)
-        known = points.get(_rounded(found.units))
+        known = points.get(found.size[1])
         return self._line(found.line, points).at(found.units) if known is None else known
 
     def fits(self, found: Footprint, room_gib: float) -> bool:
@@ -200,7 +210,7 @@ class Needs:
         """Whether the smallest cascade of its shape, which no limit can make smaller, may run once more: memory may
         have run out by chance. Not what is known to be too large."""
         need = self.gib(found)
-        tried = self.tries.get((found.line, _rounded(found.units)), 0)
+        tried = self.tries.get(found.size, 0)
         return tried < TRIES and (need is None or need <= room_gib)
 
     def row_weight(self, degree: int) -> float:
@@ -226,18 +236,22 @@ class Needs:
         return {kind: self._line(kind, points) for kind, points in self.measured.items()}
 
     def observe(self, found: Footprint, peak_gib: float) -> None:
-        """A cascade has run and needed so much. A limit that it reached is none."""
-        points = self.measured.setdefault(found.line, {})
-        units = _rounded(found.units)
-        points[units] = max(points.get(units, 0.0), peak_gib)
+        """Cascades of this size have run in a step, and one needed so much, the others less. A limit that they reached
+        is none."""
+        self._count(*found.size, peak_gib)
         self._learned.pop(found.line, None)
         if self.limits.get(found.line, math.inf) <= found.units:
             del self.limits[found.line]
 
+    def _count(self, line: NeedKey, units: float, peak_gib: float) -> None:
+        newest = self._newest.setdefault(line, {}).setdefault(units, deque(maxlen=NEWEST_PEAKS))
+        newest.append(peak_gib)
+        self.measured.setdefault(line, {})[units] = max(newest)
+
     def expect(self, forecast: Needs) -> None:
         """Predict by this from now on. What was measured stays; that of the DiT only where rows count as before."""
         if not self._counts_as(forecast.text_rows, forecast.copied, forecast.num_heads):
-            for learned in (self.measured, self.limits, self._learned):
+            for learned in (self.measured, self.limits, self._learned, self._newest):
                 for line in [line for line in learned if line[0] == "dit"]:
                     del learned[line]
             for counted in (self.tries, self.missing):
@@ -291,8 +305,7 @@ class Needs:
             if one.module == "dit" and not alike:
                 continue
             for peak in one.peaks:
-                points = self.measured.setdefault(line, {})
-                points[peak.units] = max(points.get(peak.units, 0.0), peak.gib)
+                self._count(line, peak.units, peak.gib)
             if known.beside == self.beside:
                 if one.limit is not None:
                     self.limits[line] = min(one.limit, self.limits.get(line, math.inf))
@@ -310,12 +323,11 @@ class Needs:
 
     def lacking_gib(self, found: Footprint) -> float | None:
         """What a cascade lacked that has run out of memory as often as it may; None for others."""
-        key = found.line, _rounded(found.units)
-        return self.missing[key] if self.tries.get(key, 0) >= TRIES else None
+        return self.missing[found.size] if self.tries.get(found.size, 0) >= TRIES else None
 
     def exceed(self, found: Footprint, missing_gib: float = 0.0) -> bool:
         """A cascade ran out of memory. Whether that teaches anything: a stricter limit, or one try less."""
-        key = found.line, _rounded(found.units)
+        key = found.size
         before = self.tries.get(key, 0)
         stricter = found.units < self.limits.get(found.line, math.inf) * (1 - 1e-9)
         self.tries[key] = before + 1
@@ -349,8 +361,3 @@ def _above(points: dict[float, float], predicted: NeedLine | None) -> NeedLine:
 def _bounding(found: Footprint) -> tuple[NeedKey, ...]:
     """Kinds whose limits hold for it: a rank of a bag needs at least what the same rows need alone."""
     return (("dit", SOLO), ("dit", BAG)) if found.line == ("dit", BAG) else (found.line,)
-
-
-def _rounded(units: float) -> float:
-    """Three digits: enough for a line, and few points however many sizes come."""
-    return float(f"{units:.3g}")

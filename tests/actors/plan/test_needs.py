@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.plan.costs.needs import TRIES, ClipBatches, Footprint, NeedLine, Needs, footprint, line_through
+from actors.plan.costs.needs import (
+    NEWEST_PEAKS,
+    TRIES,
+    ClipBatches,
+    Footprint,
+    NeedLine,
+    Needs,
+    footprint,
+    line_through,
+)
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
@@ -249,6 +258,22 @@ def test_measured_peaks_replace_the_prediction() -> None:
     assert needs.gib(found(200)) == pytest.approx(2.1), "two give the slope"
     needs.observe(found(100), 1.0)
     assert needs.gib(found(100)) == 1.2, "the highest peak counts"
+
+
+def test_a_peak_that_never_came_again_counts_no_more_and_a_limit_stays() -> None:
+    """Else a month's plans would be made for what happened once."""
+    needs = Needs(predicted={("dit", "solo"): line_through((100, 200), (1.0, 2.0))})
+    needs.observe(found(300), 3.0)
+    needs.observe(found(100), 9.0)
+    needs.exceed(found(400))
+    for later in range(NEWEST_PEAKS - 1):
+        needs.observe(found(100), 1.0 + later / 1000)
+    assert needs.gib(found(100)) == 9.0 and needs.gib(found(200)) == pytest.approx(9.0)
+    needs.observe(found(100), 1.0)
+    assert needs.gib(found(100)) == pytest.approx(1.0 + (NEWEST_PEAKS - 2) / 1000), "the greatest of the newest"
+    assert needs.gib(found(300)) == 3.0, "a size is forgotten by what came of its own"
+    assert needs.gib(found(200)) == pytest.approx(2.0, rel=0.03)
+    assert not needs.fits(found(400), 60.0), "where memory ran out"
 
 
 def test_no_measured_point_lies_above_the_line_through_them() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from actors.config import PlannerConfig
 from actors.messages import Piece, Span
+from actors.plan.costs.needs import NEWEST_PEAKS
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
@@ -69,6 +70,18 @@ def test_first_runs_and_half_bags_are_left_out() -> None:
     assert observations([span(0, 9.0), span(1, 50.0, first_here=True)], TEXTS, TWO_NODES) == ([], [])
     assert observations([span(0, 9.0, exceeded_gib=1.0), span(1, 9.0)], TEXTS, TWO_NODES) == ([], [])
     assert observations([span(0, 9.0)], TEXTS, TWO_NODES) == ([], [])
+
+
+def test_a_step_has_one_peak_of_a_size_however_many_cascades_it_has_of_that() -> None:
+    """The newest peaks are those of steps: of many cascades a rare kind that needs more is not forgotten within one."""
+    profile, cluster = Profile.from_flops(WanConfig(num_heads=4)), Cluster(nodes=(1,))
+    planner, room = Planner(profile, PlannerConfig()), 3.0
+    alone = [span(0, 9.0, bag=(0,), cascade=f"c{n}", need_gib=2.0 if n == 0 else 1.0) for n in range(NEWEST_PEAKS + 1)]
+    planner.observe(alone, TEXTS, cluster)
+    size = profile.footprint("dit", [Samples.of(2, CLIP, 10)], 1)
+    assert profile.needs.gib(size) == 2.0 and profile.needs.fits(size, room)
+    planner.observe([span(0, 9.0, bag=(0,), cascade="d", need_gib=1.5, exceeded_gib=3.0), *alone], TEXTS, cluster)
+    assert not profile.needs.fits(size, room), "what fitted once and not another time is a limit"
 
 
 @pytest.mark.parametrize("work_s", [math.nan, -1.0, 0.0, math.inf, 99.0])
