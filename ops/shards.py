@@ -17,7 +17,6 @@ from ops.config import OptimizerConfig
 Bounds = Sequence[tuple[int, int]]  # [lo, hi) of each rank, one after the other
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema", "s", "p0")  # of a state; which it has, `state_names` says
 _ITEM_BYTES = 4  # fp32
-MOST_BYTES = _ITEM_BYTES * len(ARRAYS)  # of any state per weight
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
 EDGE = 512  # elements: ranges of such a part begin at multiples of it (`ALIGN` of ops/kernels/push, without PyTorch)
 _ALIGN = 16  # elements: shards begin on a cache line

@@ -10,6 +10,7 @@ from actors.state.checkpoint_writer import Writer
 from actors.state.keeper_fleet import Keepers
 from actors.state.run_state import PositionSource, RunState
 from ops.models.config import ModelConfig
+from ops.shards import bytes_per_weight
 
 
 def assemble_state(
@@ -28,7 +29,13 @@ def assemble_state(
         model,
         keepers=keepers,
         standing=standing,
-        writer=Writer(Path(config.run_dir), config.checkpoint, config.train.steps - 1, events),
+        writer=Writer(
+            Path(config.run_dir),
+            config.checkpoint,
+            config.train.steps - 1,
+            events,
+            weight_bytes=bytes_per_weight(config.train.optimizer),
+        ),
         positions=positions,
         tell=events.tell,
     )

@@ -24,7 +24,7 @@ from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_files import Meta
 from actors.state.keeper import VersionLost
-from ops.shards import MOST_BYTES, missing
+from ops.shards import missing
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +69,14 @@ class _Attempt:
 
 
 class Writer:
-    """Checkpoints of one run. `events` hears what becomes whole, or could not be written."""
+    """Checkpoints of one run, of `weight_bytes` a trained weight. `events` hears what becomes whole, or could not be
+    written."""
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events) -> None:
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events, *, weight_bytes: int
+    ) -> None:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
+        self._weight_bytes = weight_bytes
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._newest_whole = -1  # of those that this writer has made
@@ -166,7 +170,7 @@ class Writer:
         reference: Ref[WrittenFiles | None] = named.remote(
             str(folder), meta, version.generation, list(version.keepers), seal
         )
-        now, num_bytes = time.monotonic(), _bytes_of(meta)
+        now, num_bytes = time.monotonic(), _weights_of(meta) * self._weight_bytes
         until = now + (self._limit_s(num_bytes) if self._hurries else _WRITE_S)
         self._writing[reference] = _Attempt(step=step, folder=folder, num_bytes=num_bytes, began=now, until=until)
 
@@ -229,10 +233,10 @@ class Writer:
         self._events.checkpoint(folder, step)
 
 
-def _bytes_of(meta: Meta) -> int:
-    """What a state with these parameters takes, at most."""
+def _weights_of(meta: Meta) -> int:
+    """Trained ones."""
     total: int = sum(math.prod(parameter["shape"]) for parameter in meta["parameters"])
-    return total * MOST_BYTES
+    return total
 
 
 class StateLost(RuntimeError):

@@ -213,7 +213,7 @@ class Tasks:
 
 def writer_of(run_dir: Path) -> checkpoints.Writer:
     config = CheckpointConfig(every=10)
-    return checkpoints.Writer(run_dir, config, 99, Events(Listening()))
+    return checkpoints.Writer(run_dir, config, 99, Events(Listening()), weight_bytes=16)
 
 
 def save(writer: checkpoints.Writer, step: int) -> None:
@@ -245,7 +245,7 @@ def test_storage_that_hangs_keeps_back_one_checkpoint_and_not_all_that_come_afte
     Tasks(monkeypatch)
     listener, now, ended = Listening(), time.monotonic(), list[int]()
     monkeypatch.setattr(ray, "cancel", lambda reference, force: ended.append(reference))
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
     save(writer, 9)
     monkeypatch.setattr(time, "monotonic", lambda: now + 3500)
     writer.poll()
@@ -290,7 +290,9 @@ def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
     older, late, last = (write(tmp_path, step) for step in (79, 89, 99))
     not_yet = late.rename(tmp_path / "not yet")
     tasks = Tasks(monkeypatch)
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10, keep_last=2), 99, Events(Listening()))
+    writer = checkpoints.Writer(
+        tmp_path, CheckpointConfig(every=10, keep_last=2), 99, Events(Listening()), weight_bytes=16
+    )
     for step in (89, 99):
         save(writer, step)
     tasks.done.add(1)
@@ -301,11 +303,13 @@ def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
     assert writer.steps == [] and not older.exists() and late.is_dir() and last.is_dir()
 
 
-@pytest.mark.parametrize(("weights", "earlier_s", "limit_s"), [(0, 0, 600), (14, 0, 3600), (14, 200, 1000)])
+@pytest.mark.parametrize(
+    ("weights", "earlier_s", "limit_s"), [(0, 0, 600), (5, 0, 1600), (14, 0, 3600), (14, 200, 1000)]
+)
 def test_where_somebody_waits_for_the_end_storage_that_hangs_is_given_up_sooner(
     weights: int, earlier_s: float, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what an earlier checkpoint took; else by its size, in thousands of millions of weights."""
+    """By what an earlier checkpoint took; else by its size, in thousands of millions of weights of 16 bytes."""
     tasks, clock = Tasks(monkeypatch), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(ray, "cancel", lambda reference, force: None)
@@ -332,7 +336,7 @@ def test_a_checkpoint_that_was_lost_with_its_keepers_is_taken_again_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks, listener = Tasks(monkeypatch), Listening()
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
     assert writer.due(9) and not writer.due(10)
     save(writer, 9)
     tasks.done.add(0)
@@ -348,7 +352,7 @@ def test_a_checkpoint_whose_writer_went_with_its_node_leaves_nothing_and_is_take
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks, listener = Tasks(monkeypatch), Listening()
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
     save(writer, 9)
     checkpoint.begin(folder := checkpoint.step_folder(checkpoints.root_of(tmp_path), 9))
     tasks.done.add(0)
@@ -385,7 +389,7 @@ def test_a_last_state_that_cannot_be_sealed_leaves_nothing_and_is_told(
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.done.add(0)
     tasks.results[0] = unsealed
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
     assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
 
     def full(*arguments: object) -> None:
@@ -420,7 +424,7 @@ def test_lines_of_steps_are_on_disk_before_a_checkpoint_can_be_whole(
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.on_begin = lambda: begun_after.append(len(listener.synced))
     begun_after: list[int] = []
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
     save(writer, 9)
     assert begun_after == [1], "one that is sealed where it is written"
     tasks.done |= {0, 1}
