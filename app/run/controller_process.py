@@ -25,7 +25,7 @@ from app.records.rundir import METRICS
 from app.records.tails import last_line
 from app.run.asides import RunAsides
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
-from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
+from app.run.outcomes import OUTCOME, EndedRun, ended_run, tell_failure, write_outcome
 from app.run.recorder import Recorder
 from app.run.succession import Succession
 from app.sampling.live import LiveSamples
@@ -102,6 +102,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     from actors.run.rescue import rescue
 
     folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
+    begin = time.time()
     controller: Controller | None = None
     try:
         guard()
@@ -133,6 +134,8 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         log.exception("the controller failed")
         left = controller.left if controller is not None else rescue(runtime_config(config, folder))
         outcome = _outcome_of(error, folder)
+        guard()
+        tell_failure(folder, outcome, begin)  # where the recorder could not be opened
     return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
 
 

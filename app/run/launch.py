@@ -10,7 +10,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -38,16 +40,18 @@ from app.run.controller_process import (
     CONTROLLER,
     CONTROLLER_S,
     DRIVER,
+    code_of,
 )
 from app.run.copies import keep_apart
 from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
-from app.run.lock import FolderLock, lock_path
+from app.run.lock import FolderLock, holder, lock_path
 from app.run.memory import check_memory
-from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, worth_keeping
+from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, tell_failure, worth_keeping
 from app.run.ray_train import trained
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig, check_read, from_here
+from app.settings.errors import one_line
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import check_resume
@@ -108,40 +112,56 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
         _say_before(config, resume=resume)
         for said in filter(None, (begins, decided)):
             _note(said)
-        _check_files(config)  # before Ray starts, and an earlier run's files go
-        say("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", sys.stdout)
-        try:
-            with signals.while_ray_starts():
-                connect(config)
-            check_device(config)
-            check_nodes(config)
-            device = _device(config, folder)
-            config = on_usable(config, device)
-            config = _with_limits(config, device)
-            check_memory(config, device, fresh=fresh)
-            _check_cache(config)
-            if copied := keep_apart(folder):
-                _note(copied)
-            end_leftovers(config, overwrite=overwrite or earlier is not None)
-            prepare_run_dir(config, resume=resume, overwrite=overwrite)
-            keep_apart(folder)  # remembers where a new folder lies
-            if earlier is not None and (moved := set_aside(folder, earlier)):
-                _note(moved)
-            device.keep(folder)
-            (folder / OUTCOME).unlink(missing_ok=True)
-            forget_size(folder)
-            joined().write(folder)
-            predecessor.release()
-            check_capacity(config)
-            note_start(folder)
-            outcome = trained(config, folder, lock.token, changes, _note, signals)
-        finally:
-            signals.over()
-            shut_down_ray()
-            if fresh and not worth_keeping(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+        begin = time.time()
+        with _told_in(folder if resume and not fresh else None, begin):
+            _check_files(config)  # before Ray starts, and an earlier run's files go
+            say("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", sys.stdout)
+            try:
+                with signals.while_ray_starts():
+                    connect(config)
+                check_device(config)
+                check_nodes(config)
+                device = _device(config, folder)
+                config = on_usable(config, device)
+                config = _with_limits(config, device)
+                check_memory(config, device, fresh=fresh)
+                _check_cache(config)
+                if copied := keep_apart(folder):
+                    _note(copied)
+                end_leftovers(config, overwrite=overwrite or earlier is not None)
+                prepare_run_dir(config, resume=resume, overwrite=overwrite)
+                keep_apart(folder)  # remembers where a new folder lies
+                if earlier is not None and (moved := set_aside(folder, earlier)):
+                    _note(moved)
+                device.keep(folder)
+                (folder / OUTCOME).unlink(missing_ok=True)
+                forget_size(folder)
+                joined().write(folder)
+                predecessor.release()
+                check_capacity(config)
+                note_start(folder)
+                outcome = trained(config, folder, lock.token, changes, _note, signals)
+            finally:
+                signals.over()
+                shut_down_ray()
+                if fresh and not worth_keeping(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+        if not lock.lost and holder(lock_path(folder, CONTROLLER)) is None:
+            tell_failure(folder, outcome, begin)  # the controller may have had no recorder
     say(last_words(outcome, folder), sys.stderr if outcome.code else sys.stdout)
     return outcome.code
+
+
+@contextmanager
+def _told_in(folder: Path | None, begin: float) -> Iterator[None]:
+    """What ends a start before its controller is there is in the events of this folder, if any: those of a run that is
+    resumed may be all that is watched. `begin`: unix seconds."""
+    try:
+        yield
+    except Exception as error:
+        if folder is not None:
+            tell_failure(folder, Outcome(code=code_of(error, folder), reason=one_line(error), last_step=-1), begin)
+        raise
 
 
 def say(text: str, stream: TextIO) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import TypedDict
 
 from actors.outcome import Exit, Outcome
+from actors.records.events import RunFailed
 from app.records.rundir import METRICS
-from app.records.tails import last_line, number_in
+from app.records.tails import backwards, last_line, number_in
+from app.settings.run_folder import CONFIG
+from ops.line_file import LineFile
 from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
 ALL_HAPPENED = "all that was to happen to it has"  # why `heddle prove` ends its first run, which nobody continues
+FAILED = (Exit.FAILURE, Exit.USAGE, Exit.PLAN, Exit.DATA)  # exit codes of runs that somebody has to look at
 START_NOTE = "HEDDLE_START_NOTE"  # environment: a file for scripts that start a run again; see `note_start`
 
 
@@ -53,6 +59,25 @@ def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:
 def has_ended(folder: Path, token: str) -> bool:
     """Whether the controller of this start has written how the run ended. A folder that cannot be read says nothing."""
     return read_outcome(folder, token) is not None
+
+
+def tell_failure(folder: Path, outcome: Outcome, since: float) -> None:
+    """Into events.jsonl, unless a recorder has told of a failure there from `since` (unix seconds) on: what fails
+    before one is open, or after it was lost, would be seen by nobody who watches the file. Only where the folder is
+    that of a run already: a start that came to nothing leaves none."""
+    if outcome.code not in FAILED or not (folder / CONFIG).is_file():
+        return
+    path = folder / "events.jsonl"
+    try:
+        for _, line in backwards(path):
+            if number_in(line, "time", since) < since:
+                break
+            if line.get("event") == RunFailed.event:
+                return
+        with closing(LineFile(path)) as file:
+            file.add([json.dumps(RunFailed(time=time.time(), why=outcome.reason, code=outcome.code).line())])
+    except OSError as error:
+        log.warning("the end is not in %s: %s", path, error)
 
 
 def note_start(folder: Path) -> None:

@@ -30,6 +30,7 @@ from actors.step import StepAssignment
 from app.export.live import FINISH_S, LiveLora
 from app.records.rundir import ENVIRONMENT, OLDER_TIMELINE, TIMELINE
 from app.run.asides import RunAsides
+from app.run.outcomes import FAILED
 from app.run.train_reports import TrainReports
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
@@ -104,7 +105,7 @@ class Recorder:
     def ended(self, outcome: Outcome) -> None:
         """This is how the run has ended. A failure goes to all records, unless it is there already."""
         self._code = outcome.code
-        if outcome.code not in (Exit.FAILURE, Exit.PLAN, Exit.DATA) or self._failed:
+        if outcome.code not in FAILED or self._failed:
             return
         try:
             self.on_event(RunFailed(time=time.time(), why=outcome.reason, code=outcome.code))

@@ -340,6 +340,30 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(
     assert kept.is_file()
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_start_that_fails_before_its_controller_is_told_in_the_events_of_the_run_that_it_resumes(
+    resume: bool, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.run import launch
+
+    def no_ray(config: RunConfig) -> None:
+        raise DataError("the cluster does not answer")
+
+    monkeypatch.setattr(launch, "connect", no_ray)
+    monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
+    here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
+    folder = prepare_run_dir(RunConfig.load(DEMO, here))
+    with pytest.raises(DataError):
+        launch.train(DEMO, here, resume=resume, overwrite=not resume)
+    found = [json.loads(text) for path in folder.glob("events.jsonl") for text in path.read_text().splitlines()]
+    assert [(line["event"], line["code"], line["why"]) for line in found] == [
+        ("fail", 4, "the cluster does not answer")
+    ] * resume
+    with pytest.raises(DataError):
+        launch.train(DEMO, [*here, "run.name=other"], resume=True)
+    assert not (tmp_path / "other").exists(), "a start that came to nothing leaves no folder"
+
+
 def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, small_data: Path, tmp_path: Path) -> None:
     here = f"run.dir={tmp_path}"
     code, printed, err = dry_run(here, start=["--resume"])

@@ -18,7 +18,7 @@ from actors.outcome import Outcome
 from actors.records.events import RunFailed
 from app.run.controller_process import ControllerStart, code_of, controller_loop
 from app.run.lock import FolderLock, lock_path
-from app.run.outcomes import OUTCOME, START_NOTE, note_start, read_outcome, worth_keeping
+from app.run.outcomes import OUTCOME, START_NOTE, note_start, read_outcome, tell_failure, worth_keeping
 from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from data.errors import DataIOError
@@ -83,7 +83,7 @@ def test_what_a_retry_would_repeat_ends_the_run_with_its_reason(
     assert (told["event"], told["code"]) == ("fail", 1) and re.search(reason, told["why"])
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (3, 1), (4, 1), (75, 0)])
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 1), (75, 0)])
 @pytest.mark.parametrize("known", [False, True])
 def test_a_failure_is_told_once_whoever_has_seen_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, told: int, known: bool
@@ -116,11 +116,37 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
     monkeypatch.setattr("app.run.controller_process.Recorder", failing(full))
     monkeypatch.setattr("actors.run.rescue.rescue", lambda config: LEFT)
     monkeypatch.setattr("os.replace", failing(full))
+    (tmp_path / "config.yaml").touch()
     outcome = controller_loop(settings(tmp_path))
+    (told,) = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (told["event"], told["code"]) == ("fail", 1), "there is room for a line again"
     assert outcome is not None and outcome["code"] == 1
     assert outcome["reason"] == (
         f"No space left on device: {tmp_path}/events. Make room for {tmp_path}, then continue with --resume. {LEFT}"
     )
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "expected"),
+    [
+        ([], 1, ["why"]),
+        ([{"time": 50.0, "event": "fail", "why": "of an earlier start"}], 4, ["of an earlier start", "why"]),
+        ([{"time": 150.0, "event": "fail", "why": "told"}, {"time": 160.0, "event": "checkpoint"}], 1, ["told"]),
+        ([], 0, []),
+        ([], 75, []),
+    ],
+)
+def test_a_failure_that_no_recorder_has_told_of_is_added_to_the_events_of_a_run(
+    tmp_path: Path, events: list[dict[str, object]], code: int, expected: list[str]
+) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_text("".join(f"{json.dumps(event)}\n" for event in events) + '{"torn')
+    tell_failure(tmp_path, Outcome(code=code, reason="why", last_step=-1), since=100.0)
+    assert file.read_text().count("\n") == len(events), "this is the folder of no run"
+    (tmp_path / "config.yaml").touch()
+    tell_failure(tmp_path, Outcome(code=code, reason="why", last_step=-1), since=100.0)
+    found = [json.loads(text) for text in file.read_text().splitlines() if not text.endswith("torn")]
+    assert [event["why"] for event in found if event["event"] == "fail"] == expected
 
 
 def test_a_controller_whose_folder_another_start_has_taken_writes_nothing(
