@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,10 @@ from app.sampling.clip_worker import COLLECTIVE_S, ClipJob, ClipWork, ClipWorker
 from app.sampling.clips import ClipSettings, groups_of
 from app.sampling.prompts import PromptRows
 from app.sampling.ways import BagWay
+from ops.counted import counted
 from ops.typed import ConfigError
+
+log = logging.getLogger(__name__)
 
 START_S = 900.0  # a worker's process and weights may take this long
 LOOK_S = 5.0
@@ -46,12 +50,34 @@ class ClipCrew:
         self._unused = [self._start() for _ in range(size)]  # of the members: they have no task yet
         self.members = list(self._unused)
 
-    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray | None], count: int) -> list[Ref[PromptRows]]:
+    def encode(
+        self, prompts: Sequence[str], first: Sequence[np.ndarray | None], count: int, max_losses: int
+    ) -> list[Ref[PromptRows]]:
         """References to the `count` rows of negative prompts and prompts (`ClipWorker.encode`), by the first member,
-        which loads the model afterwards. They are this process's own: no worker's end loses them."""
+        which loads the model afterwards. They are this process's own: no worker's end loses them. Where a member dies
+        over them the next one encodes all; raises CrewError when `max_losses` have died."""
         import ray
 
-        stream = self._unused[0].encode.options(num_returns="streaming").remote(self._job, prompts, first)
+        deaths = 0
+        while True:
+            try:
+                return self._encoded(self._unused[0], prompts, first, count)
+            except ray.exceptions.RayActorError as error:
+                deaths += 1
+                check_deaths(deaths, max_losses, "encoding the prompts", error)
+                gone = self._unused.pop(0)
+                kill(gone)  # it may be out of reach alone, and would keep its place
+                self.members.remove(gone)
+                self._unused.append(self._start())
+                self.members.append(self._unused[-1])
+
+    def _encoded(
+        self, handle: ClipWorkerHandle, prompts: Sequence[str], first: Sequence[np.ndarray | None], count: int
+    ) -> list[Ref[PromptRows]]:
+        """The rows, by this member. Raises Ray's error where it dies."""
+        import ray
+
+        stream = handle.encode.options(num_returns="streaming").remote(self._job, prompts, first)
         waited: Any = stream  # Ray waits for one, too, which its types leave out
         rows: list[Ref[PromptRows]] = []
         while len(rows) < count:
@@ -62,8 +88,6 @@ class ClipCrew:
                 rows.append(put(get(next(stream))))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
-            except ray.exceptions.RayActorError as error:
-                raise CrewError(f"a worker died while it encoded the prompts: {line_of(error)}") from None
         return rows
 
     def start(self) -> tuple[ClipWorkerHandle, Ref[None]]:
@@ -131,13 +155,17 @@ class EncodedJob:
 
     @staticmethod
     def of(
-        crew: ClipCrew, prompts: Sequence[str], first: Sequence[np.ndarray | None], wanted: Sequence[int]
+        crew: ClipCrew,
+        prompts: Sequence[str],
+        first: Sequence[np.ndarray | None],
+        wanted: Sequence[int],
+        max_losses: int,
     ) -> EncodedJob:
-        """With the prompts of these numbers."""
+        """With the prompts of these numbers. Raises as `ClipCrew.encode`."""
         given, settings = [prompts[index] for index in wanted], crew.job.settings.of_each(prompts)
         pictures = [first[index] for index in wanted] if first else []
         groups = groups_of(given, crew.job.settings, pictures)
-        rows = iter(crew.encode(given, pictures, len(wanted) + len(groups)))
+        rows = iter(crew.encode(given, pictures, len(wanted) + len(groups), max_losses))
         found = EncodedJob(
             prompts=prompts,
             first={index: one for index, one in enumerate(first) if one is not None},
@@ -161,6 +189,14 @@ class EncodedJob:
             first=tuple(self.first[index] for index in chunk if index in self.first),
         )
         return handle.make.remote(work, self.negative[chunk[0]], *(self.rows[index] for index in chunk))
+
+
+def check_deaths(deaths: int, most: int, doing: str, error: Exception) -> None:
+    """A machine may be taken away while a worker begins. Where `most` in a row die, the next one would, too.
+    Raises CrewError then."""
+    if deaths >= most:
+        raise CrewError(f"{counted(deaths, 'worker')} died in a row while {doing}: {line_of(error)}")
+    log.warning("a worker died while %s; another one does that", doing)
 
 
 def line_of(error: Exception) -> str:

@@ -28,7 +28,7 @@ from app.drawing.video import contact_sheet, read_mp4, sheet_frames
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWorker, ClipWorkerHandle, MadeClip
 from app.sampling.clips import ClipSettings, clip_files
-from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, line_of
+from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, check_deaths, line_of
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompt_queue import MAX_LOSSES, ClipRecord, PromptQueue
 from app.settings.prompt_line import named
@@ -89,7 +89,7 @@ def spread(
         crew = ClipCrew(job, worker_class, workers if together else min(workers, queue.unfinished))
         wanted = [index for index in range(len(prompts)) if index not in finished]
         try:
-            encoded = EncodedJob.of(crew, prompts, first, wanted)
+            encoded = EncodedJob.of(crew, prompts, first, wanted, max_losses)
             queue.group_of = encoded.groups.__getitem__
             if together:
                 _make_together(crew, queue, encoded, keep, tell)
@@ -216,7 +216,7 @@ class _Apart:
             log.warning("a worker died with prompts %s; another one makes them", chunk)
         else:
             self._died_loading += 1
-            _check_loading(self._died_loading, self._queue, self._crew, error)
+            check_deaths(self._died_loading, self._queue.max_losses, f"loading {self._crew.job.checkpoint}", error)
         self._crew.members.remove(handle)
         self._hired_at = time.monotonic()
         self._hire()
@@ -258,7 +258,7 @@ def _make_together(
                 _take_back(queue, chunk, encoded.prompts, error)
             else:
                 died_loading += 1
-                _check_loading(died_loading, queue, crew, error)
+                check_deaths(died_loading, queue.max_losses, f"loading {crew.job.checkpoint}", error)
         except TimeoutError as error:  # on GPUs an exchange waits for a member that hangs for ever
             _take_back(queue, chunk, encoded.prompts, error)
         log.warning("a worker died or hung with prompts %s; all start again", chunk)
@@ -276,16 +276,6 @@ def _first_of(answers: Sequence[Ref[T]], limit_s: float) -> T:
             raise TimeoutError(f"worker(s) {late} of {len(answers)} have not answered for {limit_s:.0f} s.")
         get_all(done)
     return get(answers[0])
-
-
-def _check_loading(deaths: int, queue: PromptQueue, crew: ClipCrew, error: Exception) -> None:
-    """A machine may be taken away while a worker loads. Where `max_losses` in a row die, the next one would, too.
-    Raises CrewError then."""
-    if deaths >= queue.max_losses:
-        raise CrewError(
-            f"{counted(deaths, 'worker')} died in a row while loading {crew.job.checkpoint}: {line_of(error)}"
-        )
-    log.warning("a worker died while it loaded the model; another one does")
 
 
 def _take_back(queue: PromptQueue, chunk: Sequence[int], prompts: Sequence[str], error: Exception) -> None:

@@ -212,6 +212,18 @@ class DiesLoading(ClipWorker):
         super().load(job)
 
 
+class DiesEncoding(ClipWorker):
+    """Is killed when its first row is there, once for each file in the folder."""
+
+    def encode(self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray | None] = ()) -> Any:
+        for number, rows in enumerate(super().encode(job, prompts, first)):
+            deaths = sorted((Path(job.checkpoint).parents[1] / "deaths").glob("*"))
+            if number and deaths:
+                deaths[0].unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield rows
+
+
 class Doomed(ClipWorker):
     """Its process ends at prompt 1."""
 
@@ -350,6 +362,27 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_and_three_in_a_row_are_no
         (deaths / str(number)).touch()
     with pytest.raises(CrewError, match="3 workers died in a row while loading "):
         make(tmp_path / "y.mp4", 1 if not together else 2)
+
+
+@pytest.mark.faults
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_that_dies_over_the_prompts_is_replaced_and_as_many_as_a_prompt_may_cost_are_not(
+    tmp_path: Path, alone: list[np.ndarray]
+) -> None:
+    folder = write_checkpoint(tmp_path, tiny_run())
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    (deaths / "0").touch()
+    make = partial(spread, job(folder), PROMPTS, worker_class=DiesEncoding, tell=lambda text: None)
+    *files, _ = make(tmp_path / "x.mp4", 2)
+    assert_same(files, alone)
+    assert not list(deaths.iterdir()), "somebody died"
+    for number in range(9):
+        (deaths / str(number)).touch()
+    with pytest.raises(CrewError, match="2 workers died in a row while encoding the prompts: "):
+        make(tmp_path / "y.mp4", 1, max_losses=2)
+    assert len(list(deaths.iterdir())) == 7, "two have died"
 
 
 @pytest.mark.long
