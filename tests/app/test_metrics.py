@@ -272,6 +272,24 @@ def test_tensorboard_holds_the_documented_tags_and_forgets_replaced_steps(tmp_pa
     assert losses == [(0, 1.0), (1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0)]
 
 
+def test_a_step_is_one_record_of_an_event_file(tmp_path: Path) -> None:
+    """In a month of steps event files are the most that a run writes beside its checkpoints."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    names = [f"train/loss_by_bucket/{number}x64x96" for number in range(20)]
+    tracker = TensorBoardTracker(tmp_path, {})
+    for step in range(50):
+        tracker.log(step, 100.0 + step, [(name, step + number / 8) for number, name in enumerate(names)])
+    tracker.log(50, 150.0, [])
+    tracker.close()
+    (file,) = (tmp_path / "events").iterdir()
+    found = [event for event in EventFileLoader(str(file)).Load() if event.step]
+    assert [(event.step, event.wall_time) for event in found] == [(step, 100.0 + step) for step in range(1, 50)]
+    assert {tuple(value.tag for value in event.summary.value) for event in found} == {tuple(names)}
+    content = sum(len(name) + 9 for name in names)  # a tag, its value, their keys and lengths
+    assert file.stat().st_size < 50 * (content + 60) + 600
+
+
 def test_event_files_sort_as_they_were_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.summary.writer import event_file_writer
 

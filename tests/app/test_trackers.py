@@ -311,7 +311,7 @@ def test_tensorboard_shows_no_step_twice_that_was_computed_again_while_its_disk_
         raise OSError("No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+        broken.setattr("torch.utils.tensorboard.FileWriter.add_summary", full)
         trackers.log(4, 1.0, [("loss", 4.0)])
     trackers.forget(2)
     monkeypatch.setattr(time, "monotonic", lambda: now + 100)
