@@ -29,7 +29,7 @@ from app.inputs.profiles import profile_of
 from app.inputs.shared_cores import with_shared_cores
 from app.inputs.synthetic import make_missing
 from app.kept.wanted import cache_preview
-from app.plan.memory import need_lines, state_lines, with_room
+from app.plan.memory import in_words, need_lines, pixel_line, state_lines, with_room
 from app.plan.preview import PlanInputs, planned, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
@@ -113,6 +113,8 @@ def dry_run(
         print(f"          {sharing}")
     if view is not None:
         print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
+    if pixels := pixel_line(steps, config):
+        print(pixels)
     if why_not:
         raise ConfigError(why_not)
 
@@ -162,11 +164,11 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         which = "frozen weights of blocks" if dit.freezes_blocks else "weights"
         gib = host_weights_gib(model, config.train)
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
-    print(f"storage   {_size(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
+    print(f"storage   {in_words(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     factors = lora_bytes(config, dit)
     if factors:
         form = config.checkpoint.lora_files
-        print(f"          about {_size(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
+        print(f"          about {in_words(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
     if size * (kept + 1) + factors > free:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
 
@@ -210,7 +212,7 @@ def _gradients(config: RunConfig, weights: int, device: str) -> str:
         "host": "in each node's host memory",
     }
     where = ", or ".join(place[one] for one in possible)
-    return f"{_size(4 * weights)} {where} (train.memory.gradients: {config.train.memory.gradients})"
+    return f"{in_words(4 * weights)} {where} (train.memory.gradients: {config.train.memory.gradients})"
 
 
 def _alone_line(plan: Plan, inputs: PlanInputs) -> str:
@@ -236,11 +238,6 @@ def _lasts(seconds: float) -> str:
     if seconds < MOST_SECONDS:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.1f} minutes" if seconds < 60 * MOST_MINUTES else f"{seconds / 3600:.1f} hours"
-
-
-def _size(num_bytes: float) -> str:
-    """'0.38 GiB', and of a small model '2.7 MiB'."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _cuda_here() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.plan.costs.point import Samples
@@ -9,6 +10,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan
 from actors.planning.memory import CONTEXT_GIB
 from app.inputs.memory import MemoryView
+from app.settings.config import RunConfig
+from data.config import EngineConfig
 from ops.counted import counted
 
 
@@ -52,6 +55,35 @@ def state_lines(view: MemoryView) -> list[str]:
     if view.room_gib is not None:
         lines.append(f"          room {view.room_gib:.2f} for cascades, with {100 * (1 - USABLE):.0f}% for fragments")
     return lines
+
+
+def pixel_line(steps: Sequence[Sequence[Item]], config: RunConfig) -> str:
+    """What decoded clips take of the memory of all nodes, where they wait for a worker: those of the steps that a plan
+    looks at and of the next one, by the largest of `steps`, and what is decoded ahead. "" where all latents come from
+    the cache."""
+    largest = max(
+        sum(i.batch * i.frames * i.height * i.width * 3 for i in items if "vae" not in i.cached) for items in steps
+    )
+    if not largest:
+        return ""
+    asked, engine = config.planner.lookahead + 2, config.data.engine
+    return (
+        f"pixels    {in_words(asked * largest)} of decoded clips in memory of all nodes, {asked} steps of "
+        f"{in_words(largest)}; decoded ahead of them: {_decoded_ahead(engine)}"
+    )
+
+
+def _decoded_ahead(engine: EngineConfig) -> str:
+    if engine.kind == "pool":
+        return f"{counted(engine.lookahead, 'step')} (data.engine.lookahead)"
+    most = engine.object_store_mb
+    bound = "a quarter of the smallest object store" if most == "auto" else in_words(most << 20)
+    return f"at most {bound} (data.engine.object_store_mb)"
+
+
+def in_words(num_bytes: float) -> str:
+    """'0.38 GiB', and of a small model '2.7 MiB'."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def need_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item], profile: Profile) -> list[str]:

@@ -40,7 +40,7 @@ from app.inputs.profiles import load_profile, profile_of
 from app.inputs.shared_cores import with_shared_cores
 from app.inputs.workload import read_workload
 from app.kept.wanted import cache_preview
-from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
+from app.plan.memory import cascade_gib, need_lines, pixel_line, state_lines, with_room
 from app.settings.config import RunConfig, from_here
 from app.settings.out_files import check_page, check_writable
 from data.dataset.coverage import Accounting, account, check_coverage
@@ -96,6 +96,7 @@ class PlanInputs:
     memory: MemoryView | None = None  # of a run whose devices are known
     adapts: bool = False  # options that these workers cannot follow: the nearest, as a run does
     account: Accounting | None = None  # of real data
+    pixels: str = ""  # of a run: what decoded clips take of memory, in words
 
     def items(self, plan: Plan) -> dict[tuple[int, str], Item]:
         """Items by step and id."""
@@ -132,6 +133,8 @@ def run_plan(
     if problem.memory is not None:
         needs = need_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)
         print("\n".join([*state_lines(problem.memory), *needs]))
+    if problem.pixels:
+        print(problem.pixels)
     for line in [*longest_clips(problem.profile), *largest_batches(problem.profile)]:
         print(f"limit     {line}")
     for note in problem.profile.notes:
@@ -229,6 +232,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         memory=view,
         adapts=config.planner.misfit == "adapt",
         account=found,
+        pixels=pixel_line(steps, config),
     )
 
 

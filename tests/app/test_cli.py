@@ -193,6 +193,7 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     storage = re.search(r"storage +([\d.]+) MiB per checkpoint", printed)
     assert gradient and storage and 0 < float(gradient[1]) < float(storage[1]), "they were 0.00 GiB and 0.01 GiB"
     assert "encoders  haar codec, text encoder in float32" in printed
+    assert re.search(r"pixels +[\d.]+ MiB of decoded clips in memory of all nodes", printed)
     assert not (small_data / "runs").exists()
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.types import PlanError
+from actors.plan.types import Item, Module, PlanError
 from app.plan.dry_run import dry_run
+from app.plan.memory import pixel_line
 from app.plan.preview import PlanRequest, run_plan
+from app.settings.config import RunConfig
 from data.errors import DataError
 from tests.ops.test_vae import every
 
@@ -51,6 +53,7 @@ def test_the_table_adds_up_to_the_device(tmp_path: Path, capsys: pytest.CaptureF
     worst = [float(need) for need in re.findall(r"worst \w+ cascade ([\d.]+) \(", shown)]
     assert len(worst) == 3 and float(free) == pytest.approx(float(room) - max(worst), abs=0.02)
     assert "communicators of bags at most 0.44" in shown
+    assert re.search(r"\npixels +[\d.]+ MiB of decoded clips in memory of all nodes, 3 steps of ", shown)
 
 
 def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough_is_shown(
@@ -74,6 +77,24 @@ def test_uploads_to_the_gpus_are_counted_by_the_largest_clip(
     for table, gib in (("[1x32x48]", 2 * 4 * 32 / 1024), ("[41x1024x1024]", 2 * 2 * 4 * 32 / 1024)):
         plan(tmp_path, 64.0, *WIDE, "model.dit.ffn_dim=64", f"data.buckets.table={table}")
         assert f", uploads {gib:.2f})" in capsys.readouterr().out
+
+
+def test_decoded_clips_are_counted_by_the_largest_step_but_for_those_whose_latents_are_cached() -> None:
+    def clips(batch: int, *cached: Module) -> Item:
+        name = f"{batch} {cached}"
+        return Item(id=name, batch=batch, frames=16, height=512, width=1024, text_tokens=8, cached=cached)
+
+    def line(*settings: str) -> str:
+        steps = [[clips(1)], [clips(2), clips(3, "text"), clips(99, "text", "vae")]]
+        return pixel_line(steps, RunConfig.load(DEMO, settings))
+
+    sizes = "pixels    0.35 GiB of decoded clips in memory of all nodes, 3 steps of 0.12 GiB; decoded ahead of them: "
+    assert pytest.approx(0.117, abs=1e-3) == 5 * 16 * 512 * 1024 * 3 / 2**30
+    assert line() == sizes + "at most a quarter of the smallest object store (data.engine.object_store_mb)"
+    assert line("data.engine.object_store_mb=64") == sizes + "at most 64.0 MiB (data.engine.object_store_mb)"
+    assert line("data.engine.kind=pool") == sizes + "2 steps (data.engine.lookahead)"
+    assert "0.47 GiB of decoded clips in memory of all nodes, 4 steps of" in line("planner.lookahead=2")
+    assert pixel_line([[clips(4, "vae")]], RunConfig.load(DEMO)) == ""
 
 
 def test_graphs_of_small_passes_are_counted_by_what_fits_such_a_pass(
