@@ -70,6 +70,11 @@ def later_folder(run: Path, checkpoint: Path) -> Path:
     return run / f"later-than-{steps_of(checkpoint)}-steps"
 
 
+def later_folders(run: Path) -> list[Path]:
+    """All of them: a run may go back more than once."""
+    return sorted(run.glob("later-than-*-steps"))
+
+
 def run_config(meta: Meta, folder: Path) -> RunConfig:
     """The run's config that a checkpoint carries."""
     text = meta.get("config")

@@ -19,7 +19,7 @@ from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import account_lines
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.beside import spared
-from app.inputs.checkpoints import earlier_checkpoint
+from app.inputs.checkpoints import earlier_checkpoint, later_folders
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -169,6 +169,9 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
     if factors:
         form = config.checkpoint.lora_files
         print(f"          about {in_words(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
+    for aside in later_folders(run_dir(config)):
+        taken = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
+        print(f"          {in_words(taken)} in {aside.name}/, from before the run went back: no retention removes it")
     if size * (kept + 1) + factors > free:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
 

@@ -376,7 +376,15 @@ def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, smal
     assert code == 0 and "give --resume or --overwrite" in printed, err
     code, printed, err = dry_run(here, "workers.max=2", start=["--resume"])
     assert code == 0 and "(exists: continued)" in printed, err
-    assert "changed since its last start: workers.max 3 -> 2\n" in printed
+    assert "changed since its last start: workers.max 3 -> 2\n" in printed and "later-than" not in printed
+    for steps, mib in ((500, 3), (40, 1)):
+        (aside := folder / f"later-than-{steps}-steps" / "checkpoints" / "step-9").mkdir(parents=True)
+        (aside / "shard").write_bytes(bytes(mib * 2**20))
+    _, printed, _ = dry_run(here, start=["--resume"])
+    assert re.findall(r"([\d.]+) MiB in (later-than-\d+-steps)/", printed) == [
+        ("1.0", "later-than-40-steps"),
+        ("3.0", "later-than-500-steps"),
+    ]
     code, _, err = dry_run(here, "model.dit.num_layers=9", start=["--resume"])
     assert code == 2 and "would train something else" in err and "num_layers 2 -> 9" in err
     code, printed, err = dry_run(here, "model.dit.num_layers=9", start=["--overwrite"])
