@@ -13,12 +13,14 @@ import tomllib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from actors.outcome import Outcome
 from app.cli import main
 from app.inputs import shared_cores
 from app.settings.config import RunConfig
@@ -363,6 +365,31 @@ def test_a_start_that_fails_before_its_controller_is_told_in_the_events_of_the_r
     with pytest.raises(DataError):
         launch.train(DEMO, [*here, "run.name=other"], resume=True)
     assert not (tmp_path / "other").exists(), "a start that came to nothing leaves no folder"
+
+
+@pytest.mark.parametrize(("code", "told"), [(1, ["Ray Train gave the run up"]), (75, []), (0, [])])
+def test_a_run_that_had_no_controller_is_told_in_its_events(
+    code: int, told: list[str], small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.run import launch
+
+    for name in ("connect", "check_device", "check_nodes", "check_memory", "end_leftovers", "check_capacity"):
+        monkeypatch.setattr(launch, name, lambda *given, **named: None)
+    for name in ("on_usable", "_with_limits"):
+        monkeypatch.setattr(launch, name, lambda config, device: config)
+    nothing = SimpleNamespace(keep=lambda folder: None, write=lambda folder: None)
+    monkeypatch.setattr(launch, "_device", lambda config, folder: nothing)
+    monkeypatch.setattr(launch, "joined", lambda: nothing)
+    ended = Outcome(code=code, reason="Ray Train gave the run up", last_step=-1)
+    monkeypatch.setattr(launch, "trained", lambda *given: ended)
+    monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
+    here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
+    folder = prepare_run_dir(RunConfig.load(DEMO, here))
+    assert launch.train(DEMO, here, resume=True) == code
+    found = [json.loads(text) for path in folder.glob("events.jsonl") for text in path.read_text().splitlines()]
+    assert [line["why"] for line in found if line["event"] == "fail"] == told
+    assert launch.train(DEMO, [*here, "run.name=other"]) == code
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, small_data: Path, tmp_path: Path) -> None:
