@@ -22,6 +22,7 @@ from ops.packed.graphed_blocks import held_by_graphs
 from ops.storages import StorageCount, storage_bytes
 
 GIB = 2**30
+_LARGE = 0.5  # part of its room that a cascade takes which fragments may keep from being larger
 _TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRACED = (FakeTensor, FunctionalTensor)
 
@@ -91,8 +92,10 @@ class DeviceMeter:
         self._in_cascade = False
         _, peak, retries = self._counters()
         taken_gib = (peak - self._base) / GIB
-        # The allocator had to give cached blocks back first: that is as much as fits, whatever the tensors add up to.
-        return taken_gib if retries == self._retries else max(taken_gib, self._room_gib)
+        # The allocator had to give cached blocks back first. Of a large cascade that is as much as fits, whatever the
+        # tensors add up to; before a small one the blocks were another's, and all of the room would be no need of it.
+        retried = retries != self._retries and taken_gib > _LARGE * self._room_gib
+        return max(taken_gib, self._room_gib) if retried else taken_gib
 
     def room_gib(self) -> float | None:
         self._usable = self._measured()
