@@ -29,7 +29,7 @@ from actors.pool.membership_types import (
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.workers import PoolNews, uses_gpu
 from actors.progress import LOADING, Progress
-from actors.ray_calls import free_outside, get
+from actors.ray_calls import GONE, free_outside, get
 from actors.records.events import (
     LinkSlow,
     MonitorRestarted,
@@ -126,7 +126,7 @@ class Lookout:
         """The monitor's report, or None while it is being started again; a new one gets what the old one knew."""
         try:
             report = get(self._monitor.collect.remote(), timeout=_ANSWER_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        except (*GONE, ray.exceptions.GetTimeoutError) as error:
             log.warning("the monitor does not answer: %s", type(error).__name__)
             return None
         if self._life and report.life != self._life:

@@ -19,7 +19,7 @@ from actors.pool.membership_types import Limits
 from actors.pool.quarantine import Quarantine
 from actors.pool.room import Need, where
 from actors.pool.workers import cause_of, where_of
-from actors.ray_calls import free_outside, get, kill, remote_of, wait
+from actors.ray_calls import GONE, free_outside, get, kill, remote_of, wait
 from actors.refs import Ref
 from app.caching.worker import FilledUnit, FillJob, FillUnit, FillWorker, FillWorkerHandle
 from app.kept.wanted import CacheLook, WantedEntry
@@ -220,7 +220,7 @@ class _Crew:
         member = call.member
         try:
             answer = get(reference)
-        except ray.exceptions.RayActorError as error:
+        except GONE as error:
             if call.number is None:
                 place = where_of(error)
                 self._no_start(call, FailedStart(worker=member.name, why=cause_of(error), where=place))

@@ -55,13 +55,13 @@ def monitor_of(folder: Path) -> OperatorHandle:
 
 def answer(run: Path, reference: Ref[T]) -> T:
     """What the monitor says. Raises ConfigError when it ended before it could, or says nothing."""
-    from ray.exceptions import GetTimeoutError, RayActorError
+    from ray.exceptions import GetTimeoutError
 
-    from actors.ray_calls import get
+    from actors.ray_calls import GONE, get
 
     try:
         return get(reference, timeout=ANSWER_S)
-    except RayActorError:
+    except GONE:
         raise ConfigError(
             how_it_ended(run)
             or f"the monitor of run {run} ended before it answered. The run is ending, or starts another one: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
+from actors.config import WorkersConfig
 from actors.feed.feeder import Feeder
 from actors.feed.step_source import item_facts
-from actors.messages import CascadeTask, FailedStart, Piece
+from actors.messages import CascadeTask, FailedStart, HostGpu, Piece
 from actors.outcome import Exit
 from actors.plan.spared import Spared
 from actors.plan.types import Module, PlanError
@@ -28,13 +29,14 @@ from actors.planning.forecasts import forecast
 from actors.step import StepItems
 from actors.worker.caching import ResultCache, host_copy
 from app.caching import command, worker
+from app.caching import fill as filling
 from app.caching.fill import FillPlan, plans_of, unit_of
 from app.caching.worker import FilledUnit, FillJob, FillWorker
 from app.cli import app
 from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
-from app.kept.wanted import CacheLook, KindAccount, check_only, look
+from app.kept.wanted import CacheLook, KindAccount, WantedEntry, check_only, look
 from app.plan.dry_run import dry_run
 from app.proof.command import settings_of
 from app.sampling.kept_texts import kept_texts
@@ -253,6 +255,53 @@ def test_a_proof_of_a_run_that_takes_texts_alone_encodes_them_in_both_runs(clips
         clips, tmp_path, "demo", "data.cache.only=true", "data.cache.latents=false", *settings_of(config, 8)
     )
     assert not given.data.cache.path and not given.data.cache.only
+
+
+class Crewed:
+    """Ray with workers that answer at once: the first call of `method` ends its worker for memory."""
+
+    def __init__(self, method: str) -> None:
+        self._deadly, self.hired = method, list[str]()
+
+    def options(self, **given: object) -> Crewed:
+        return self
+
+    def remote(self, name: str) -> SimpleNamespace:
+        self.hired.append(name)
+        where = HostGpu(node="n", host="h")
+        return SimpleNamespace(
+            load=SimpleNamespace(remote=lambda job: self._call("load", where)),
+            fill=SimpleNamespace(
+                remote=lambda unit: self._call("fill", FilledUnit(number=unit.number, kept=(0,), num_bytes=1))
+            ),
+        )
+
+    def _call(self, method: str, answer: object) -> Callable[[], object]:
+        if method != self._deadly:
+            return lambda: answer
+        self._deadly = ""
+        return self._killed
+
+    def _killed(self) -> object:
+        raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.")
+
+
+@pytest.mark.parametrize("method", ["load", "fill"])
+def test_a_worker_that_ray_ends_for_memory_is_replaced(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's error of it is neither that of an actor nor that of a task."""
+    crew, told = Crewed(method), list[str]()
+    monkeypatch.setattr(filling, "remote_of", lambda plain: crew)
+    monkeypatch.setattr(filling, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
+    monkeypatch.setattr(filling, "get", lambda call: call())
+    monkeypatch.setattr(filling, "kill", lambda handle: None)
+    monkeypatch.setattr(filling, "where_of", lambda error: HostGpu(node="n", host="h"))
+    missing = [WantedEntry(kind="text", key="00", num_bytes=1, caption="a circle")]
+    found: Any = SimpleNamespace(kinds={"text": KindAccount(missing=missing)})
+    job: Any = SimpleNamespace(workers=WorkersConfig())
+    options = {"num_cpus": 1.0, "num_gpus": 0.0}
+    made = list(filling.fill(job, found, 1, threads=1, options=options, tell=told.append))
+    assert [(entries, answer.kept) for entries, answer in made] == [(tuple(missing), (0,))]
+    assert crew.hired == ["w0", "w1"] and any("running low on memory" in line for line in told) == (method == "load")
 
 
 def test_a_unit_that_another_process_has_made_meanwhile_decodes_nothing(

@@ -25,6 +25,7 @@ from app.run.operator import address_of, answer, how_it_ended
 from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
+from tests.actors.fakes import Handle
 from tests.rays import local_ray
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -145,6 +146,15 @@ def test_a_monitor_that_ends_before_it_answers_is_one_sentence(
     ray.kill(monitor)
     with pytest.raises(ConfigError, match=outcome or "ended before it answered. The run is ending, or starts another"):
         answer(tmp_path, monitor.scale.remote(3))
+
+
+def test_a_monitor_that_was_ended_for_memory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(reference: object, timeout: float) -> None:
+        raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.")
+
+    monkeypatch.setattr("actors.ray_calls.get", gone)
+    with pytest.raises(ConfigError, match="ended before it answered"):
+        answer(tmp_path, Handle().scale.remote(3))
 
 
 def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any]) -> None:

@@ -255,3 +255,16 @@ def test_the_time_to_load_grows_with_the_weights_and_the_workers_that_read_them(
     assert WorkersConfig(max=64).start_patience_s(40 * 10**9) > 40e9 * 64 / 1.5e9, "a shared storage of 1.5 GB/s"
     assert WorkersConfig().start_patience_s(0) == 600
     assert WorkersConfig(start_s=50).start_patience_s(10**12) == 50
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("a node ran low")])
+def test_a_monitor_that_is_gone_is_waited_for_also_one_that_was_ended_for_memory(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def gone(value: object, timeout: float) -> None:
+        raise error
+
+    handle: Any = Handle()
+    monkeypatch.setattr("actors.pool.lookout.get", gone)
+    monkeypatch.setattr("actors.pool.lookout.free_outside", lambda nodes: {})
+    assert Lookout(CONFIG, Asking(), handle, silent).look()
