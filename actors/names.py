@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ops.whole_file import write_whole
 
 NAMESPACE = "heddle"
 
@@ -15,9 +18,16 @@ NAMESPACE = "heddle"
 def run_id(run_dir: Path) -> str:
     """Read, or on the first call make, the id of the run in this folder."""
     path = run_dir / "run_id"
-    if not path.exists():
-        path.write_text(f"{run_dir.name}-{uuid.uuid4().hex[:8]}\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    if not id_in(path):
+        write_whole(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}\n")
+    return id_in(path)
+
+
+def id_in(path: Path) -> str:
+    """The id in this file; "" without one, and of an empty one, which is none: a full disk leaves such files."""
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
 
 
 def label_of(name: str) -> str:

@@ -22,8 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.names import label_of
+from actors.names import id_in, label_of
 from actors.outcome import Exit
+from ops.whole_file import write_whole
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -185,8 +186,8 @@ class WandbTracker:
         import wandb
 
         known = folder / WANDB_ID
-        if not known.exists():
-            known.write_text(uuid.uuid4().hex[:12])
+        if not id_in(known):
+            write_whole(known, uuid.uuid4().hex[:12])
         wanted, has_key = os.environ.get("WANDB_MODE"), bool(wandb.api.api_key)
         self.quiet = "" if wanted or has_key else _no_key(folder)
         self._code = int(Exit.OK)
@@ -195,7 +196,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "heddle"),
             name=folder.name,
-            id=known.read_text().strip(),
+            id=id_in(known),
             resume="allow",
             dir=str(folder),
             config=dict(config),
@@ -272,8 +273,8 @@ class MlflowTracker:
         self._status = "FINISHED"
         self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         known = folder / MLFLOW_ID
-        if known.exists():
-            self._run = known.read_text().strip()
+        self._run = id_in(known)
+        if self._run:
             self._client.update_run(self._run, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "heddle")
@@ -284,7 +285,7 @@ class MlflowTracker:
             tags={"mlflow.note.content": f"report: {folder / 'report.html'}"},
         )
         self._run = made.info.run_id
-        known.write_text(self._run)
+        write_whole(known, self._run)
         self._tell(config)
 
     def _tell(self, config: Mapping[str, object]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.records.trackers import MLFLOW_ID, WANDB_ID
+from ops.whole_file import write_whole
 
 PLACE = "run_place"  # in the run's folder: where it lay at its last start
 _OWN = ("run_id", WANDB_ID, MLFLOW_ID)
@@ -26,7 +27,7 @@ def keep_apart(folder: Path) -> str:
         for name in _OWN:
             (folder / name).unlink(missing_ok=True)
         said = f"{folder} is a copy of {original}: from here on it is a run of its own"
-    place.write_text(f"{folder.resolve()}\n", encoding="utf-8")
+    write_whole(place, f"{folder.resolve()}\n")
     return said
 
 

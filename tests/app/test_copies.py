@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
+
+import pytest
 
 from actors.names import run_id
 from app.records.trackers import WANDB_ID
@@ -44,3 +47,25 @@ def test_a_folder_of_an_earlier_version_and_one_that_is_not_there_are_left_as_th
     assert keep_apart(empty) == "" and not any(empty.iterdir()), "a start refuses a folder that holds something"
     ours = run_id(tmp_path)
     assert keep_apart(tmp_path) == "" and run_id(tmp_path) == ours
+
+
+@pytest.mark.parametrize("left", [None, ""])
+def test_a_disk_that_is_full_when_the_id_is_written_leaves_a_run_that_gets_one_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str | None
+) -> None:
+    """An empty one would be that of every such run: their actors would have the same names."""
+    if left is not None:
+        (tmp_path / "run_id").write_text(left)  # as by a version that wrote it in place
+    with monkeypatch.context() as patched:
+        for name in ("write_text", "write_bytes"):
+            patched.setattr(Path, name, full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            run_id(tmp_path)
+    ours = run_id(tmp_path)
+    assert ours.startswith(f"{tmp_path.name}-") and run_id(tmp_path) == ours
+    assert [file.name for file in tmp_path.iterdir()] == ["run_id"]
+
+
+def full_disk(path: Path, content: str | bytes, **given: str) -> None:
+    path.touch()  # there is room for a name
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import sys
 import threading
 import time
 import urllib.request
@@ -48,6 +49,7 @@ from app.sampling.clips import write_clips
 from app.settings.config import RunConfig
 from app.settings.packages import check_installed
 from ops.typed import ConfigError
+from tests.app.test_copies import full_disk
 from tests.app.test_metrics import line
 from tests.rays import local_ray
 
@@ -147,6 +149,50 @@ def test_wandb_shows_how_a_run_has_ended(code: int, said: list[object]) -> None:
     tracker.end(code)
     tracker.close()
     assert heard == said
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_whose_id_a_full_disk_has_cut_off_gets_one_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    taken: list[str] = []
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None: ...
+
+        def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(experiment_id="1")
+
+        def create_run(self, experiment: str, **described: object) -> SimpleNamespace:
+            return SimpleNamespace(info=SimpleNamespace(run_id="made"))
+
+        def log_batch(self, run: str, **settings: object) -> None: ...
+
+        def update_run(self, run: str, status: str) -> None:
+            taken.append(run)
+
+    def init(id: str, **given: object) -> SimpleNamespace:
+        taken.append(id)
+        return SimpleNamespace(define_metric=lambda *given, **more: None)
+
+    page = SimpleNamespace(init=init, api=SimpleNamespace(api_key="key"), Settings=lambda **given: None)
+    monkeypatch.setitem(sys.modules, "wandb", page)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Param=lambda *given: None))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
+    for variable in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(variable, "1")  # the tracker sets them: they are put back
+    (tmp_path / f"{name}.id").touch()  # as by a version that wrote it in place
+    with monkeypatch.context() as patched:
+        for method in ("write_text", "write_bytes"):
+            patched.setattr(Path, method, full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            TRACKERS[name](tmp_path, {})
+    for _ in range(2):
+        TRACKERS[name](tmp_path, {})
+    (own,) = set(taken)
+    assert own and own == (tmp_path / f"{name}.id").read_text()
 
 
 def test_gauges_say_how_far_the_run_and_its_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
