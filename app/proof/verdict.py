@@ -23,6 +23,7 @@ from actors.state.checkpoint_writer import root_of
 from app.records.rundir import RunDir
 from ops.config import OptimizerConfig
 from ops.counted import counted
+from ops.relative import relative
 
 # Relative differences of a loss that other sums of the same numbers make within some dozens of steps. In fp32 1e-7 is
 # usual (`heddle bench soak`, 200 steps); in bf16 every product is rounded to 2^-9, and a loss is a mean of many.
@@ -101,7 +102,7 @@ class Verdict:
         """Whether other clips could be decoded."""
         known = dict(zip(self.calm.steps, self.calm.good, strict=True))
         pairs = zip(self.disturbed.steps, self.disturbed.good, strict=True)
-        return any(_relative(good, known.get(step, good)) > _SUMMED for step, good in pairs)
+        return any(relative(good, known.get(step, good)) > _SUMMED for step, good in pairs)
 
 
 def verdict(calm: Path, disturbed: Path, train: TrainConfig) -> Verdict:
@@ -110,7 +111,7 @@ def verdict(calm: Path, disturbed: Path, train: TrainConfig) -> Verdict:
     one, other = seen(RunDir.open(calm)), seen(RunDir.open(disturbed))
     known = dict(zip(one.steps, one.losses, strict=True))
     apart = [
-        (_relative(loss, known[step]), step)
+        (relative(loss, known[step]), step)
         for step, loss in zip(other.steps, other.losses, strict=True)
         if step in known
     ]
@@ -127,13 +128,6 @@ def verdict(calm: Path, disturbed: Path, train: TrainConfig) -> Verdict:
         along=apart_by.along,
         moments=apart_by.moments,
     )
-
-
-def _relative(loss: float, expected: float) -> float:
-    """Infinite where one alone is no number; a step whose losses are not finite in both was left out by both."""
-    if math.isfinite(loss) and math.isfinite(expected):
-        return abs(loss - expected) / (abs(expected) or 1.0)
-    return 0.0 if math.isfinite(loss) == math.isfinite(expected) else math.inf
 
 
 def products_of(train: TrainConfig) -> str:

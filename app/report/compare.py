@@ -30,6 +30,7 @@ from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
+from ops.relative import relative
 from ops.typed import ConfigError
 
 COLOURS = ("accent", "text", "vae", "bad")  # of the classes c1 ... c4
@@ -78,9 +79,10 @@ class LossDifference:
     """One run's losses beside those of the first, on the steps that both have."""
 
     common: int
-    largest: float  # relative
-    at: int  # the step of the largest
+    largest: float  # relative; infinite where one run alone has a loss that is a number
+    at: int  # the step of the largest, the first of several
     curve: Curve
+    lone: int = 0  # steps of `common` at which one run alone has such a loss
     other_clips: int = 0  # steps of `common` with another number of tokens: their losses are of other clips
 
 
@@ -227,20 +229,21 @@ class SampleFlops:
 def loss_difference(first: ComparedRun, other: ComparedRun) -> LossDifference:
     """Raises ConfigError when the runs have no step in common."""
     mine, theirs = first.losses, other.losses
-    curve, common, largest, at, other_clips = Curve(max(1, min(first.steps, other.steps))), 0, 0.0, -1, 0
+    curve, largest, at = Curve(max(1, min(first.steps, other.steps))), 0.0, -1
+    common = lone = other_clips = 0
     for a, b in _together(mine.steps, theirs.steps):
         common += 1
         other_clips += bool(mine.tokens[a] and theirs.tokens[b] and mine.tokens[a] != theirs.tokens[b])
-        loss, step = mine.losses[a], mine.steps[a]
-        relative = abs(theirs.losses[b] - loss) / abs(loss) if loss else math.nan
-        curve.add(step, math.log10(max(relative, CLOSEST)))
-        if relative > largest or at < 0:
-            largest, at = relative, step
+        apart, step = relative(theirs.losses[b], mine.losses[a]), mine.steps[a]
+        lone += math.isinf(apart)
+        curve.add(step, math.log10(max(apart, CLOSEST)))
+        if apart > largest or at < 0:
+            largest, at = apart, step
     if not common:
         raise ConfigError(
             f"{first.name} and {other.name} have no step in common; compare runs that trained the same steps."
         )
-    return LossDifference(common=common, largest=largest, at=at, curve=curve, other_clips=other_clips)
+    return LossDifference(common=common, largest=largest, at=at, curve=curve, lone=lone, other_clips=other_clips)
 
 
 def _together(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -261,9 +264,17 @@ def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
     if difference is None:
         return text
     clips = f", {difference.other_clips} of them of other clips" if difference.other_clips else ""
+    largest = f"largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
+    return f"{text}; {_lone(difference) or largest}{clips}"
+
+
+def _lone(difference: LossDifference) -> str:
+    """That one run alone has losses which are numbers; "" where none has."""
+    if not difference.lone:
+        return ""
     return (
-        f"{text}; largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
-        f"{clips}"
+        f"one run alone has a loss that is a number at {difference.lone:,} of {counted(difference.common, 'step')}, "
+        f"the first is step {difference.at}"
     )
 
 
@@ -325,8 +336,12 @@ def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDiffere
     for run in runs[1:]:
         found, ratio = differences[run.name], first.medians["step_s"] / (run.medians["step_s"] or math.nan)
         losses = "the same losses" if found.largest == 0 else f"losses that differ by at most {found.largest:.1e}"
+        if found.lone:
+            losses = "other losses"
         speed = f"{ratio:.2f} times as many steps per second as" if math.isfinite(ratio) else "no step times beside"
         sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {found.common:,} common steps.")
+        if found.lone:
+            sentences.append(f"{_lone(found).capitalize()}.")
         if found.other_clips:
             sentences.append(f"{found.other_clips:,} of them were trained on other clips, as their tokens differ.")
     sentences += environments(runs)
@@ -404,7 +419,7 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
             short(medians["tokens_per_s"]),
             percent(medians["idle_ratio"]),
             percent(rate) if peak_tflops else short(rate),
-            "-" if found is None else f"{found.largest:.1e} (step {found.at})",
+            "-" if found is None else f"{'no number' if found.lone else f'{found.largest:.1e}'} (step {found.at})",
             f"<a href='{escape(report.as_uri())}'>report.html</a>" if report.is_file() else "-",
         )
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))

@@ -48,6 +48,33 @@ def test_losses_are_compared_where_both_runs_have_the_step(run_folder: Path) -> 
     assert min(found.curve.ys) == pytest.approx(-7, abs=1e-3)
 
 
+@pytest.mark.parametrize(("lone", "first"), [((17, 18, 20), 17), ((0,), 0)])
+def test_a_loss_that_is_a_number_in_one_run_alone_is_no_small_difference(
+    run_folder: Path, lone: tuple[int, ...], first: int
+) -> None:
+    """Beside one that is a number, NaN is neither less nor more than any difference."""
+
+    def broken(line):
+        loss = line["loss"] * (1.001 if line["step"] == 10 else 1.0)
+        return {**line, "loss": math.nan if line["step"] in lone else loss}
+
+    other = copy_of(run_folder, "other", broken)
+    found = difference_of(run_folder, other)
+    assert (found.largest, found.at, found.lone) == (math.inf, first, len(lone))
+    _, said = write_comparison([run_folder, other], run_folder / "page.html")
+    sentence = f"one run alone has a loss that is a number at {len(lone)} of 30 steps, the first is step {first}"
+    assert sentence in said and sentence.capitalize() in (run_folder / "page.html").read_text()
+
+
+def test_a_loss_that_is_no_number_in_both_runs_is_the_same(run_folder: Path) -> None:
+    """Both left that step out."""
+    one, other = (
+        copy_of(run_folder, name, lambda line: {**line, "loss": math.nan if line["step"] == 3 else line["loss"]})
+        for name in ("one", "other")
+    )
+    assert (found := difference_of(one, other)).largest == 0.0 and found.lone == 0
+
+
 def test_runs_without_a_common_step_are_refused_by_name(run_folder: Path) -> None:
     other = copy_of(run_folder, "other", lambda line: {**line, "step": line["step"] + 1000})
     with pytest.raises(ConfigError, match="demo and other have no step in common"):
