@@ -2,13 +2,18 @@
 
 What came after it lies in RUN/later-than-N-steps/ from then on: later checkpoints, plans, samples and LoRA files are
 moved there, metrics.jsonl and workers.jsonl copied, as their lines of later steps go when those steps are taken again
-(and are `recomputed` then). The position of the data and its counts are those of the checkpoint.
+(and are `recomputed` then). Where one of these folders is a link to another file system, its files stay on that, in a
+folder later-than-N-steps/ to which the one of the run has a link. The position of the data and its counts are those of
+the checkpoint.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from actors.state.checkpoint_writer import root_of, step_of
@@ -35,13 +40,37 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
         if (folder / name).is_file():
             shutil.copy2(folder / name, part / name)
     for path in [*other, *later]:
-        place = part / path.parent.name / path.name
-        place.parent.mkdir(exist_ok=True)
-        path.rename(place)
+        _move(path, part / path.parent.name, aside.name)
     part.rename(aside)
     names = ", ".join(path.name for path in reversed(later)) or "samples, plans or LoRA files"
     steps = counted(steps_of(checkpoint), "step")
     return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far"
+
+
+def _move(path: Path, place: Path, aside: str) -> None:
+    """Into the folder `place` of the run. What is on another file system, as its folder is a link, stays there, for
+    checkpoints may be hundreds of GB: it goes into a folder `aside` beside it, to which `place` becomes a link."""
+    place.mkdir(exist_ok=True)
+    try:
+        path.rename(place / path.name)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        there = next(filter(_is_free, (path.parent.resolve() / f"{aside}{more}" for more in _endings())))
+        there.mkdir(exist_ok=True)
+        place.rmdir()
+        place.symlink_to(there)
+        path.rename(place / path.name)
+
+
+def _endings() -> Iterator[str]:
+    """Endings of names until one is free, as after an earlier time that the run went back so far."""
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
+
+
+def _is_free(folder: Path) -> bool:
+    return not folder.exists() or not any(folder.iterdir())
 
 
 def _later(folder: Path, checkpoint: Path) -> list[Path]:

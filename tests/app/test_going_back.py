@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from actors.state.checkpoint_files import begin, latest, step_folder
 from app.inputs.checkpoints import earlier_checkpoint
+from app.records.rundir import RunDir
 from app.run import launch
 from app.run.going_back import set_aside
 from app.settings.run_folder import run_dir
@@ -77,6 +79,51 @@ def test_a_move_that_is_cut_short_leaves_the_run_at_this_checkpoint_or_a_later_o
     with pytest.raises(OSError, match="gone"):
         set_aside(run, earlier)
     assert latest(run / "checkpoints") == run / "checkpoints" / "step-19"
+
+
+@pytest.mark.parametrize("name", ["lora", "samples", "plans", "checkpoints"])
+def test_what_lies_on_another_file_system_stays_there_and_nothing_is_lost(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    other = tmp_path / "other"
+    (run / name).rename(other)
+    (run / name).symlink_to(other)
+    earlier_time = other / "later-than-10-steps"  # whose folder in the run lies elsewhere by now
+    earlier_time.mkdir()
+    (earlier_time / "step-29").write_text("kept")
+    rename, ends = Path.rename, [3]
+
+    def on(path: Path) -> bool:
+        return path.parent.resolve().is_relative_to(other)
+
+    def within(path: Path, place: Path) -> Path:
+        if on(path) != on(place):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        ends[0] -= 1
+        if not ends[0]:
+            raise OSError("the machine is gone")
+        return rename(path, place)
+
+    monkeypatch.setattr(Path, "rename", within)
+    (run / "config.yaml").touch()
+
+    def all_files() -> list[tuple[str, bytes]]:
+        found = [path for folder in (run, other) for path in folder.rglob("*") if path.is_file()]
+        return sorted((path.name, path.read_bytes()) for path in found if path.name != "metrics.jsonl")
+
+    before = all_files()
+    with pytest.raises(OSError, match="gone"):
+        set_aside(run, run / "checkpoints" / "step-9")
+    assert set_aside(run, run / "checkpoints" / "step-9")
+    assert latest(run / "checkpoints") == run / "checkpoints" / "step-9"
+    aside = run / "later-than-10-steps"
+    assert (aside / name).resolve() == other / "later-than-10-steps-2" and not (aside / name).readlink().is_symlink()
+    assert latest(aside / "checkpoints") == aside / "checkpoints" / "step-29"
+    there = {path.name for part in ("lora", "samples", "plans") for path in (aside / part).iterdir()}
+    assert there == {"step-29", "step-11.json", "step-29-01.mp4"}
+    assert [path.name for path in RunDir.open(run).samples()] == ["step-9-01.mp4", "mine.mp4"]
+    assert (earlier_time / "step-29").read_text() == "kept"
+    assert all_files() == before
 
 
 def test_a_run_goes_back_to_a_checkpoint_once(run: Path) -> None:
