@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,16 @@ from itertools import takewhile
 from pathlib import Path
 
 from app.inputs.checkpoints import checkpoint_folder
-from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
+from app.sampling.clips import (
+    ClipChanges,
+    ClipOrder,
+    ClipSettings,
+    Crew,
+    clip_files,
+    clips_of,
+    first_frames,
+    write_clips,
+)
 from app.sampling.model import SavedModel, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.config import RunConfig
@@ -31,6 +41,10 @@ from ops.geometry import Geometry
 from ops.models.added_lora import LoraFile
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
+
+_NAME_BYTES = 150  # of a file that nobody has named: of the 255 that there may be, its kinds take some at its end
+_DIGEST = 6  # letters
+_PART_BYTES = 24  # that a file's name has more while it is written (ops.whole_file)
 
 
 def run(
@@ -169,9 +183,13 @@ def _writable(out: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        _, sheet = clip_files(out, 1)
+        with suppress(FileNotFoundError):
+            sheet.with_name(f".{sheet.name}{'-' * _PART_BYTES}").lstat()
     except OSError as error:
         raise ConfigError(
-            f"--out {out} cannot be written ({error.strerror or error}); choose a folder that you may write."
+            f"--out {out} cannot be written ({error.strerror or error}); choose a folder that you may write, or a "
+            f"shorter name."
         ) from None
     with suppress(OSError):  # somebody has put a file there meanwhile
         for made in missing:
@@ -186,14 +204,30 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = (), loras: Sequence[L
     """
     folder = checkpoint if is_folder(checkpoint) else checkpoint_folder(checkpoint)
     added = [f"{Path(one.path).stem}-{one.scale:g}" for one in loras]
-    name = "-".join((folder.name, *added, *_words_and_digest(prompts))) + ".mp4"
+    name = _with_words(_short("-".join((folder.name, *added))), prompts) + ".mp4"
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "samples" / name
     return Path("samples") / name
 
 
-def _words_and_digest(prompts: Sequence[str]) -> list[str]:
+def _with_words(name: str, prompts: Sequence[str]) -> str:
     if not prompts:
-        return []
-    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:6]
-    return [*re.findall(r"\w{1,20}", prompts[0].lower())[:5], digest]
+        return name
+    words = re.findall(r"\w{1,20}", prompts[0].lower())[:5]
+    left = _NAME_BYTES - _DIGEST - 1
+    return f"{_cut('-'.join((name, *words)), left)}-{_digest(json.dumps(list(prompts)))}"
+
+
+def _short(name: str) -> str:
+    """One that leaves room for words; cut, it ends in a digest, as others may begin with the same."""
+    most = _NAME_BYTES * 2 // 3
+    return name if len(os.fsencode(name)) <= most else f"{_cut(name, most - _DIGEST - 1)}-{_digest(name)}"
+
+
+def _cut(name: str, most_bytes: int) -> str:
+    """The beginning of a name, in whole characters."""
+    return os.fsencode(name)[:most_bytes].decode(errors="ignore").rstrip("-")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:_DIGEST]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from data.config import DataConfig
 from ops.config import ForcingSchedule
 from ops.flow.sampling import SampleRequest, sample_latents
 from ops.geometry import Geometry
+from ops.models.added_lora import LoraFile
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.flux.config import FluxConfig
@@ -152,7 +154,26 @@ def test_clips_of_typed_prompts_replace_none_of_other_prompts(tmp_path: Path) ->
     assert names[0].startswith("step-3-a-red-circle-") and names[3].startswith("step-3-红色的圆-")
     assert len(set(names)) == len(typed)
     assert names == [default_out(tmp_path, prompts).name for prompts in typed]
-    assert all(len(name.encode()) < 250 and "/" not in name for name in names)
+    assert all("/" not in name for name in names)
+
+
+@pytest.mark.parametrize("letter", ["x", "я", "猫", "𠀋"])  # of 1 to 4 bytes
+def test_names_of_prompts_are_cut_by_bytes_and_within_no_letter(tmp_path: Path, letter: str) -> None:
+    """Or a clip that has been made could not be written: a file system counts bytes."""
+    write_checkpoint(tmp_path, tiny_run())
+    files = [LoraFile(path=f"{letter * many}.safetensors", scale=0.8) for many in (200, 201)]
+    for shift in range(4):
+        prompts = ["x" * shift + letter * 20 + f" {letter * 200}" * 5]
+        names = [default_out(tmp_path, prompts, loras).name for loras in ((), files[:1], files[1:])]
+        assert len(set(names)) == 3 and all(100 < len(os.fsencode(name)) <= 154 for name in names)
+        assert set("".join(names)) <= {*"step-3.mp4x", letter, *"0123456789abcdef"}
+
+
+def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path: Path) -> None:
+    for letters in ("x" * 240, "猫" * 80):
+        with pytest.raises(ConfigError, match=r"\.mp4 cannot be written \(File name too long\).* or a shorter name"):
+            run(tmp_path / "none", ["a disc"], tmp_path / f"{letters}.mp4")
+    assert not any(tmp_path.iterdir())
 
 
 def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
