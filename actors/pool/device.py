@@ -23,6 +23,7 @@ import ray
 from actors.config import PlannerConfig, WorkersConfig
 from actors.messages import HostGpu
 from actors.plan.devices import device_speed
+from actors.pool.own_gpu import own_gpu
 from actors.pool.workers import uses_gpu
 from actors.ray_calls import get, given_gpu, kill, remote_of, resources, wait
 from ops.whole_file import write_whole
@@ -139,7 +140,7 @@ def _looks(
     """As many GPUs of this kind as they are seen, as far as they are free in time. Tasks would be given the same one
     again and again: an actor holds its own."""
     kinds = {"accelerator_type": kind} if kind else {}
-    actor = remote_of(_Look).options(num_cpus=0, num_gpus=1, scheduling_strategy="SPREAD", **kinds)
+    actor = remote_of(_Look).options(num_cpus=0, scheduling_strategy="SPREAD", **own_gpu(1), **kinds)
     looks = [actor.remote() for _ in range(count)]
     until, left = time.monotonic() + patience_s, [look.at.remote(_seen) for look in looks]
     try:

@@ -21,6 +21,7 @@ from actors.memory_kills import in_short
 from actors.messages import IO, SNAPSHOTS, FailedStart, HostGpu, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
+from actors.pool.own_gpu import gpu_environment
 from actors.pool.room import Need, nodes_with_room, where
 from actors.ray_calls import get, kill, node_id, nodes, remote_of, resources, wait
 from actors.refs import Ref
@@ -29,14 +30,10 @@ from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-# Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
-_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Ray's own is 15 for all of its workers: the thread that launches a GPU's kernels would wait for its turn beside those
 # that decode. Workers that compute on CPUs keep it, or the controller beside them would wait.
 _NICENESS = "RAY_worker_niceness"
-_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # every process sees all: set for other frameworks
 _WEIGHT_FILES = (".safetensors", ".bin")
-_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ADDRESS = re.compile(r"\bip[=:]\s*([0-9A-Fa-f.:]+)")
 _BARS_S = 1.2  # a process gives Ray the bars of its timeline once a second; what is ended before loses them
 
@@ -201,13 +198,11 @@ class RayPool(Pool):
 
 
 def worker_environment(torch_threads: int, given: Mapping[str, str], cuda: bool) -> dict[str, str]:
-    """What a worker's process is started with; allocator and niceness as the user has set them, if so. It sees its own
-    GPU alone, whatever the cluster is set to: as `cuda:0`."""
-    allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
+    """What a worker's process is started with; allocator and niceness as the user has set them, if so."""
     niceness = {} if not cuda or _NICENESS in given else {_NICENESS: "0"}
-    own_gpu = {_ALL_GPUS: "0"} if cuda else {}
+    gpu = gpu_environment(given) if cuda else {}
     threads = {"OMP_NUM_THREADS": str(torch_threads)}
-    return {**allocator, **niceness, **own_gpu, **threads, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return {**gpu, **niceness, **threads, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from actors.messages import FailedStart, HostGpu
 from actors.pool.lookout import FAILED_STARTS
 from actors.pool.membership_types import Limits
+from actors.pool.own_gpu import own_gpu
 from actors.pool.quarantine import Quarantine
 from actors.pool.room import Need, where
 from actors.pool.workers import cause_of, where_of
@@ -165,7 +166,8 @@ class _Crew:
         limits = Limits.of(job.workers)
         self._job, self._found, self._size, self._tell = job, found, size, tell
         self._threads, self._need = threads, Need(options["num_cpus"], options["num_gpus"])
-        self._actor, self._options = remote_of(worker_class), {**options, "max_restarts": 0, "max_concurrency": threads}
+        self._actor, gpu = remote_of(worker_class), own_gpu(options["num_gpus"])
+        self._options = {**options, **gpu, "max_restarts": 0, "max_concurrency": threads}
         self._waiting, self._plans = deque(range(len(plans))), plans
         self._losses: dict[int, int] = defaultdict(int)
         self._members: list[_Member] = []

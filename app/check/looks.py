@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from actors.pool.own_gpu import own_gpu
 from actors.ray_calls import get, given_gpu, kill, node_address, node_id, nodes, remote_of, wait
 from actors.refs import Method, RayNode, Ref
 from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, given_facts, gpu_facts, node_facts, talk
@@ -172,7 +173,7 @@ def _started(node: RayNode, ended: ExitStack, gpus: int = 0) -> LookHandle:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    looker: LookHandle = remote_of(Look).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place).remote()
+    looker: LookHandle = remote_of(Look).options(num_cpus=0, scheduling_strategy=place, **own_gpu(gpus)).remote()
     ended.callback(kill, looker)
     return looker
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from actors.messages import PublishedResult
 from actors.plan.costs.handoff import HandoffPoint
+from actors.pool.own_gpu import own_gpu
 from actors.pool.room import Need
 from actors.ray_calls import get, kill, node_address, nodes, remote_of, wait
 from actors.refs import Method, Ref
@@ -225,9 +226,9 @@ def _answer(reference: Ref[T], patience_s: float, who: str) -> T:
 def _actor_on(plain: type, node: str, cpus: float, device: str, *arguments: object) -> Any:  # Ray gives it no type
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    options = {"num_cpus": cpus, "num_gpus": 1 if device == "cuda" else 0}
+    gpu = own_gpu(1 if device == "cuda" else 0)
     place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return remote_of(plain).options(scheduling_strategy=place, **options).remote(*arguments)
+    return remote_of(plain).options(num_cpus=cpus, scheduling_strategy=place, **gpu).remote(*arguments)
 
 
 class HandoffEnd:

@@ -276,12 +276,13 @@ class LiveSamples:
         is free now."""
         import ray
 
+        from actors.pool.own_gpu import own_gpu
         from actors.pool.workers import uses_gpu
         from actors.ray_calls import resources
 
         gpu = uses_gpu(self._config.workers)
         free = not gpu or resources(free=True).get("GPU", 0.0) >= 1
-        task = ray.remote(make).options(num_cpus=0.1, num_gpus=1 if gpu else 0, max_retries=0)
+        task = ray.remote(make).options(num_cpus=0.1, max_retries=0, **own_gpu(1 if gpu else 0))
         # without a GPU of its own it would still see those of the node
         self._running = task.remote(str(self._run_dir), "cuda" if gpu else "cpu")
         return free
