@@ -14,7 +14,7 @@ def export(
     checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run folder (its latest) or a checkpoint.")],
     after: After = None,
     *,
-    to: Annotated[Path, typer.Option("--to", help="Folder to write; it must not exist.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder to write: none yet, or an empty one.")],
     base: Annotated[
         Path | None,
         typer.Option("--base", help="Diffusers folder that the frozen parts come from; default: those the run used."),

@@ -7,7 +7,7 @@
 LoRA run are merged, and its factors lie in `pytorch_lora_weights.safetensors`. The
 frozen parts come from `base`, or from the folders that the run itself used, by hard link where the file system allows.
 With `--lora-only` the files of the factors are all that is written, and no other weights are read.
-The folder appears under its name only when the comparison has passed.
+What is written appears under its name only when the comparison has passed.
 
 A transformer is in memory once, in fp32 at most: each weight is merged and rounded by itself, what was written is
 compared with it, and then that is dropped before Diffusers loads its own.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from actors.state.checkpoint_files import load, model_state
 from app.export import frozen_parts
 from app.export.host_memory import check_memory
 from app.export.parity import compare_config, compare_files, compare_forward, load_reference
+from app.export.whole_folder import check_free, whole_folder
 from app.inputs.checkpoints import checkpoint_folder, run_config
 from app.sampling.model import put_weights
 from app.settings.config import RunConfig
@@ -48,6 +48,7 @@ from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
+_INDEX = "model_index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,11 +106,10 @@ def export(
     (`room_bytes`, by default what it can spare), CheckpointError or ValueError when a comparison fails."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"{to} exists and is not an empty folder; choose another --to.")
+    check_free(to)
     if base is not None and lora_only:
         raise ConfigError(f"--base {base} gives frozen parts, and --lora-only writes none; leave one of the two out.")
-    if base is not None and not (base / "model_index.json").is_file():
+    if base is not None and not (base / _INDEX).is_file():
         raise ConfigError(
             f"--base {base} is not a Diffusers pipeline, for it has no model_index.json; give the folder of a pipeline."
         )
@@ -123,21 +123,11 @@ def export(
     config = replace(config, model=resolve(config.model)[0])
     if not lora_only:
         check_memory(config.model.dit, node_room() if room_bytes is None else room_bytes)
-    work = to.with_name(f".{to.name}.part")
-    if work.exists():
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
-    try:
+    with whole_folder(to, last=_INDEX) as work:
         if lora_only:
             exported = _factors_alone(work, folder, config, _DTYPES[dtype], ema)
         else:
             exported = _fill(work, folder, config, base, _DTYPES[dtype], ema)
-    except BaseException:
-        shutil.rmtree(work)
-        raise
-    if to.exists():
-        to.rmdir()
-    work.rename(to)
     return replace(exported, folder=to)
 
 
@@ -222,7 +212,7 @@ def _fill(
         frozen_parts.other_expert(work, dit, source if source.is_dir() else None, parts)
     if family.own_code is None:
         index = json.dumps(parts.index, indent=2, sort_keys=True)
-        (work / "model_index.json").write_text(index + "\n", encoding="utf-8")
+        (work / _INDEX).write_text(index + "\n", encoding="utf-8")
     (work / "heddle.yaml").write_text(config.to_yaml(), encoding="utf-8")
     return ExportResult(folder=work, components=parts.origins, largest_difference=largest, notes=parts.notes)
 
