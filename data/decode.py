@@ -10,7 +10,6 @@ import importlib
 import io
 import itertools
 import math
-import struct
 import sys
 import threading
 import warnings
@@ -376,7 +375,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
     """uint8 [H, W, 3] of a JPEG, PNG, WebP, ..."""
     from PIL import Image
 
-    from data.media import EXIF_TRANSPOSES, orientation
+    from data.media import EXIF_TRANSPOSES, PILLOW_ERRORS, orientation
 
     try:
         data = read_range(clip.media, clip.offset, clip.size, job.limits.retries)
@@ -395,7 +394,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
                 upright = upright.crop((clip.crop.left, clip.crop.top, clip.crop.right, clip.crop.bottom))
             height, width = covering(upright.height, upright.width, bucket.height, bucket.width, job.crop)
             scaled = upright.resize((width, height), Image.Resampling.BICUBIC)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except (*PILLOW_ERRORS, Image.DecompressionBombError) as error:
         raise BadSample(Reason.DECODE_ERROR, _short(error), clip.offset) from error
     return _cut(np.asarray(scaled), bucket.height, bucket.width)
 

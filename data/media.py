@@ -16,6 +16,7 @@ from PIL.Image import Transpose
 
 from data import mp4
 from data.config import LimitsConfig
+from data.errors import DataError, DataIOError
 from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo, square_width
 from data.storage import ByteRange, ReadFile
@@ -37,7 +38,8 @@ EXIF_TRANSPOSES = {
     8: Transpose.ROTATE_90,
 }
 EXIF_ROTATIONS = {3: 180, 4: 180, 5: 90, 6: 90, 7: 270, 8: 270}
-# what Pillow's plugins raise on broken bytes, besides DecompressionBombError
+# What plugins of Pillow raise on broken bytes, besides DecompressionBombError: AVIF and DDS RuntimeErrors. Errors of
+# our storage are RuntimeErrors, too: who reads through Pillow lets STORAGE_ERRORS pass first.
 PILLOW_ERRORS = (
     OSError,
     ValueError,
@@ -47,8 +49,10 @@ PILLOW_ERRORS = (
     TypeError,
     OverflowError,
     EOFError,
+    RuntimeError,
     struct.error,
 )
+STORAGE_ERRORS = (DataError, DataIOError)
 
 
 _BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"\x1aE\xdf\xa3": "mkv", b"BM": "bmp"}
@@ -95,6 +99,8 @@ def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -
         raise BadSample(Reason.TOO_MANY_PIXELS, str(error)) from error
     except UnidentifiedImageError as error:
         raise BadSample(Reason.NOT_MEDIA, "not an image Pillow knows") from error
+    except STORAGE_ERRORS:
+        raise
     except PILLOW_ERRORS as error:
         raise BadSample(Reason.DECODE_ERROR, f"image header: {error}") from error
     return MediaInfo(width=width, height=height, fps=0.0, num_frames=1, duration=0.0, image=True, rotation=rotation)
@@ -105,6 +111,8 @@ def orientation(image: Image.Image) -> int:
     Unreadable EXIF counts as absent."""
     try:
         return Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
+    except STORAGE_ERRORS:
+        raise
     except PILLOW_ERRORS:
         return 1
 

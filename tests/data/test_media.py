@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from data import media
 from data.config import LimitsConfig
 from data.decode import decode_clip
+from data.errors import DataIOError
+from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo, square_width
 from data.storage import ReadFile
 from data.types import Bucket, Clip, DecodeJob
@@ -95,6 +98,63 @@ def test_exif_that_cannot_be_read_turns_nothing(tmp_path: Path, exif: bytes, cam
     info = probe(path)
     assert info.shown_size == (96, 64) and info.rotation == 0
     assert brightest(decode(path, info, 64, 96)) == 0
+
+
+class Failing(ImageFile.ImageFile):
+    """Stands in for AVIF where Pillow is built without: its header is read, its pixels are not."""
+
+    def _open(self) -> None:
+        self._size, self._mode = (96, 64), "RGB"
+
+    def load(self) -> None:
+        raise RuntimeError("Failed to decode frame 0")
+
+
+@pytest.fixture
+def damaged_avif() -> Iterator[bytes]:
+    """A picture whose pixels Pillow refuses by RuntimeError."""
+    Image.init()
+    if "AVIF" in Image.SAVE:
+        buffer = io.BytesIO()
+        cornered().save(buffer, "avif")
+        pixels = buffer.getvalue().index(b"mdat") + 4
+        yield buffer.getvalue()[:pixels] + bytes(len(buffer.getvalue()) - pixels)
+        return
+    Image.register_open("FAILING", Failing, lambda head: head.startswith(b"FAILING"))
+    yield b"FAILING" * 9
+    Image.ID.remove("FAILING")
+    del Image.OPEN["FAILING"]
+
+
+def test_pixels_that_pillow_refuses_by_a_runtime_error_are_a_bad_sample(tmp_path: Path, damaged_avif: bytes) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(damaged_avif)
+    info = probe(path)
+    assert info.shown_size == (96, 64), "its header is whole"
+    with pytest.raises(BadSample, match="RuntimeError: Failed to decode frame 0") as caught:
+        decode(path, info, 64, 96)
+    assert caught.value.reason is Reason.DECODE_ERROR
+
+
+def test_a_header_that_pillow_refuses_by_a_runtime_error_is_a_bad_sample(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    cornered().save(buffer, "dds")
+    path = tmp_path / "a.jpg"
+    path.write_bytes(buffer.getvalue()[:80] + bytes(4) + buffer.getvalue()[84:])
+    with pytest.raises(BadSample, match="image header: Unknown pixel format flags 0") as caught:
+        probe(path)
+    assert caught.value.reason is Reason.DECODE_ERROR
+
+
+def test_storage_that_fails_under_pillow_is_no_bad_sample(tmp_path: Path) -> None:
+    class Unreachable(ReadFile):
+        def pread(self, offset: int, count: int, *, alone: bool = False) -> bytes:
+            raise DataIOError("the storage failed")
+
+    path = tmp_path / "a.png"
+    cornered().save(path)
+    with Unreachable(str(path)) as file, pytest.raises(DataIOError, match="the storage failed"):
+        media.probe(file, 0, file.size, "png", LimitsConfig())
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
