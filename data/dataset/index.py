@@ -28,7 +28,10 @@ from data.ledger import Fault, Ledger, Reason
 from data.media_info import CropBox
 from data.readers.part import (
     CAPTION_FILE,
+    CAPTIONS,
+    MEDIA,
     MEDIA_FILE,
+    MISSING,
     SCORE,
     IndexPart,
     PartMeta,
@@ -289,7 +292,7 @@ class Index:
         """Listed samples whose file does not exist, one by one. There may be millions of them."""
         for indexed in self.parts:
             if indexed.meta["missing"]:
-                with indexed.file.with_suffix(".missing").open(encoding="utf-8") as lines:
+                with indexed.file.with_suffix(MISSING).open(encoding="utf-8") as lines:
                     for line in lines:
                         yield Fault(
                             Reason.FILE_MISSING, indexed.part.uri, line.rstrip("\n"), None, "no such file", self.ordinal
@@ -361,10 +364,8 @@ class Index:
     def _caption_ref(self, part: IndexedPart, caption: StoredCaption) -> CaptionRef:
         """Captions kept in the index are passed on as text, since a decoder may run on a node without the index."""
         if caption["path"] == CAPTION_FILE:
-            data = storage.read_range(
-                str(part.file.with_suffix(".captions")), caption["offset"], caption["size"], self.limits.retries
-            )
-            return CaptionRef(text=data.decode(), prefix=self.config.caption_prefix)
+            text = _own_caption(part.file.with_suffix(CAPTIONS), caption, self.limits.retries)
+            return CaptionRef(text=text, prefix=self.config.caption_prefix)
         return CaptionRef(
             path=caption["path"] or part.part.uri,
             offset=caption["offset"],
@@ -372,6 +373,18 @@ class Index:
             field=caption["field"],
             prefix=self.config.caption_prefix,
         )
+
+
+def _own_caption(file: Path, caption: StoredCaption, retries: int) -> str:
+    """A text that lies beside its part. Raises DataError if the file has become shorter: another text, or none, would
+    be trained."""
+    data = storage.read_range(str(file), caption["offset"], caption["size"], retries)
+    if len(data) < caption["size"]:
+        raise DataError(
+            f"{file} has {len(data)} of the {caption['size']} bytes of the caption at {caption['offset']}: it has "
+            f"become shorter since it was written. Delete {file.with_suffix('.parquet')} and run `heddle data index`."
+        )
+    return data.decode()
 
 
 def _stored(name: str, known: set[str]) -> str:
@@ -390,7 +403,7 @@ def _array(name: str, values: pa.ChunkedArray) -> np.ndarray:
 
 def _media_path(part: IndexedPart, values: StoredRow) -> str:
     if values["path"] == MEDIA_FILE:
-        return str(part.file.with_suffix(".media").absolute())
+        return str(part.file.with_suffix(MEDIA).absolute())
     return values["path"] or part.part.uri
 
 

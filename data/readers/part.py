@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -28,6 +30,7 @@ ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
 MOST_UNREAD = 64  # names that are noted; members of a tar may have one each
+CAPTIONS, MISSING, MEDIA = ".captions", ".missing", ".media"  # suffixes of the files that lie beside a part
 SCORE = "score:"  # prefix of score columns
 CAPTION = pa.struct(
     [("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("field", pa.string()), ("chars", pa.int32())]
@@ -113,8 +116,10 @@ class PartMeta(TypedDict):
     rejects: dict[str, int]
     faults: list[FaultRecord]
     unread: NotRequired[list[str]]  # columns or members that no sample of it needs; indexes of before have none
+    beside: NotRequired[dict[str, int]]  # bytes of each file beside it, by suffix; indexes of before have none
 
 
+ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside"}  # what every index has
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
 
@@ -189,10 +194,8 @@ class PartWriter:
         self._faults: list[Fault] = []
         self._rejects: Counter[str] = Counter()
         self._num_rows = self._num_missing = 0
-        self._captions: BinaryIO | None = None
-        self._missing: BinaryIO | None = None
-        self._media: BinaryIO | None = None
-        self._caption_offset = 0
+        self._beside: dict[str, BinaryIO] = {}  # by suffix
+        self._scratch_stem = f".{path.stem}.{uuid.uuid4().hex[:12]}"  # hosts that share the folder have equal pids
         self._unread: set[str] = set()
 
     def add(self, sample: IndexedSample) -> None:
@@ -241,29 +244,27 @@ class PartWriter:
 
     def missing(self, key: str) -> None:
         """A listed sample whose file does not exist."""
-        self._missing = self._missing or self._open(".missing")
-        self._missing.write(key.encode("utf-8", "backslashreplace") + b"\n")
+        self._open(MISSING).write(key.encode("utf-8", "backslashreplace") + b"\n")
         self._num_missing += 1
 
     def put_caption(self, text: str) -> Caption:
         """Keep a text that cannot be addressed in its own file."""
-        self._captions = self._captions or self._open(".captions")
-        data = text.strip().encode("utf-8")
-        self._captions.write(data)
-        self._caption_offset += len(data)
-        return Caption.of(text, self._caption_offset - len(data), len(data), path=CAPTION_FILE)
+        file, data = self._open(CAPTIONS), text.strip().encode("utf-8")
+        offset = file.tell()
+        file.write(data)
+        return Caption.of(text, offset, len(data), path=CAPTION_FILE)
 
     def put_media(self, data: bytes) -> tuple[str, int]:
         """Keep media that a table holds itself. Where it can be read now: file and offset; a sample names it by
         MEDIA_FILE and this offset."""
-        self._media = self._media or self._open(".media")
-        offset = self._media.tell()
-        self._media.write(data)
-        self._media.flush()
-        return str(_scratch(self.path, ".media").absolute()), offset
+        file = self._open(MEDIA)
+        offset = file.tell()
+        file.write(data)
+        file.flush()
+        return str(self._scratch(MEDIA).absolute()), offset
 
     def close(self) -> None:
-        """Finish the part; the Parquet file appears last, so a torn index is never read."""
+        """Finish the part; the Parquet file appears last, all of it on disk, so a torn index is never read."""
         self._flush()
         meta: PartMeta = {
             "version": VERSION,
@@ -277,26 +278,36 @@ class PartWriter:
             "rejects": dict(self._rejects),
             "faults": [fault.to_json() for fault in self._faults],
             "unread": sorted(map(_text, self._unread)),
+            "beside": {suffix: file.tell() for suffix, file in self._beside.items()},
         }
         assert self._writer is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})
         self._writer.close()
-        for file, suffix in ((self._captions, ".captions"), (self._missing, ".missing"), (self._media, ".media")):
-            if file is not None:
-                file.close()
-                os.replace(_scratch(self.path, suffix), self.path.with_suffix(suffix))
-        os.replace(_scratch(self.path, ".parquet"), self.path)
+        for file in self._beside.values():
+            file.close()
+        for suffix in (*self._beside, ".parquet"):
+            with self._scratch(suffix).open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(self._scratch(suffix), self.path.with_suffix(suffix))
 
     def abandon(self) -> None:
         """Remove all files after an error."""
-        for file in (self._writer, self._captions, self._missing, self._media):
+        for file in (self._writer, *self._beside.values()):
             if file is not None:
-                file.close()
-        for suffix in (".parquet", ".captions", ".missing", ".media"):
-            _scratch(self.path, suffix).unlink(missing_ok=True)
+                with suppress(OSError):  # the disk may be why, and what is left of its buffer does not fit either
+                    file.close()
+        for suffix in (*self._beside, ".parquet"):
+            self._scratch(suffix).unlink(missing_ok=True)
 
     def _open(self, suffix: str) -> BinaryIO:
-        return _scratch(self.path, suffix).open("wb")
+        """The file of this suffix beside the part, which begins to be with the first call."""
+        if suffix not in self._beside:
+            self._beside[suffix] = self._scratch(suffix).open("wb")
+        return self._beside[suffix]
+
+    def _scratch(self, suffix: str) -> Path:
+        """Where a file of the part is until it is whole."""
+        return self.path.with_name(self._scratch_stem + suffix)
 
     def _flush(self) -> None:
         if self._scores is None:
@@ -305,14 +316,10 @@ class PartWriter:
         for name in self._scores:
             schema = schema.append(pa.field(SCORE + name, pa.float64()))
         if self._writer is None:
-            self._writer = pq.ParquetWriter(_scratch(self.path, ".parquet"), schema, compression="zstd")
+            self._writer = pq.ParquetWriter(self._scratch(".parquet"), schema, compression="zstd")
         for start in range(0, len(self._rows), ROWS_PER_GROUP):
             self._writer.write_table(_table(self._rows[start : start + ROWS_PER_GROUP], self._scores, schema))
         self._rows = []
-
-
-def _scratch(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.stem}.{os.getpid()}{suffix}")
 
 
 def _table(rows: list[IndexedSample], scores: list[str], schema: pa.Schema) -> pa.Table:
@@ -360,10 +367,25 @@ def _text(text: str) -> str:
 
 
 def read_meta(path: Path) -> PartMeta | None:
-    """Metadata of a finished part, or None if it is absent, torn or of another version."""
+    """Metadata of a finished part, or None if it is absent, torn or of another version. A file beside it that is gone
+    or of another size makes it torn."""
     try:
-        metadata = pq.read_metadata(path).metadata or {}
-    except (FileNotFoundError, pa.ArrowInvalid):
+        meta: PartMeta = json.loads((pq.read_metadata(path).metadata or {}).get(b"heddle", b"{}"))
+    except (FileNotFoundError, pa.ArrowException, ValueError):
         return None
-    meta: PartMeta = json.loads(metadata.get(b"heddle", b"{}"))
-    return meta if meta.get("version") == VERSION else None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        return None  # PyArrow's own, of a footer that is none
+    if not isinstance(meta, dict) or meta.get("version") != VERSION or not meta.keys() >= ALWAYS:
+        return None
+    beside = meta.get("beside", {})
+    return meta if all(_size_of(path.with_suffix(suffix)) == size for suffix, size in beside.items()) else None
+
+
+def _size_of(path: Path) -> int:
+    """Bytes of a file; -1 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -119,6 +120,110 @@ def test_torn_index_files_are_made_again(folder, tmp_path):
         data = indexed.file.read_bytes()
         indexed.file.write_bytes(data[: len(data) * i // 2])
     assert index_of(folder, tmp_path / "cache")[0].hash == first.hash
+
+
+def with_own_captions(folder: Path) -> Path:
+    """Three pictures whose captions are in a table, so that the index keeps them."""
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.png").write_bytes(picture(16, 16))
+    lines = [json.dumps({"file_name": f"{i}.png", "text": f"caption number {i}"}) for i in range(3)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def captions_of(index) -> list[str]:
+    return [index.caption(number) for number in range(len(index))]
+
+
+@pytest.mark.parametrize("size", [None, 0, 20], ids=["gone", "empty", "cut"])
+def test_captions_that_became_shorter_are_made_again(tmp_path, size):
+    path = with_own_captions(tmp_path / "pictures")
+    first, _ = index_of(path, tmp_path / "cache", kind="manifest")
+    kept = first.parts[0].file.with_suffix(".captions")
+    if size is None:
+        kept.unlink()
+    else:
+        os.truncate(kept, size)
+    again, _ = index_of(path, tmp_path / "cache", kind="manifest")
+    assert captions_of(again) == [f"caption number {i}" for i in range(3)] and again.hash == first.hash
+
+
+def test_captions_cut_while_the_index_is_open_are_not_trained(tmp_path):
+    index, _ = index_of(with_own_captions(tmp_path / "pictures"), tmp_path / "cache", kind="manifest")
+    os.truncate(index.parts[0].file.with_suffix(".captions"), 20)
+    assert index.caption(0) == "caption number 0"
+    with pytest.raises(DataError, match=r"\.captions has 4 of the 16 bytes of the caption at 16.*Delete .*\.parquet"):
+        index.caption(1)
+
+
+def without_sizes(indexed) -> None:
+    """As indexes were written before they had the sizes of the files beside them."""
+    meta = {name: value for name, value in part.read_meta(indexed.file).items() if name != "beside"}
+    pq.write_table(pq.read_table(indexed.file).replace_schema_metadata({"heddle": json.dumps(meta)}), indexed.file)
+
+
+def test_an_index_without_the_sizes_of_its_files_is_taken_as_it_is(tmp_path, opened):
+    path = with_own_captions(tmp_path / "pictures")
+    without_sizes(index_of(path, tmp_path / "cache", kind="manifest")[0].parts[0])
+    opened.clear()
+    assert captions_of(index_of(path, tmp_path / "cache", kind="manifest")[0])[2] == "caption number 2"
+    assert not [name for name in opened if name.endswith(".png")]
+
+
+def test_files_of_an_index_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    done = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(f"{old} named"), replace(old, new)))
+    index_of(with_own_captions(tmp_path / "pictures"), tmp_path / "cache", kind="manifest")
+    assert [Path(name).suffix for name in done] == [".captions", ".captions named", ".parquet", ".parquet named"]
+    assert done[1::2] == [f"{name} named" for name in done[::2]]
+
+
+def zeroed(data: bytes) -> bytes:
+    """A Parquet file whose footer is zeros; its length and the mark at its end are left."""
+    length = int.from_bytes(data[-8:-4], "little")
+    return data[: -8 - length] + bytes(length) + data[-8:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        zeroed,
+        lambda data: data.replace(b'{"version"', b'{"version:'),
+        lambda data: data.replace(b'{"version"', b'{"versio\xff"'),
+        lambda data: data.replace(b'"digest"', b'"digesT"'),
+    ],
+    ids=["zeros", "no json", "no utf-8", "a key is missing"],
+)
+def test_a_part_with_a_damaged_footer_is_made_again(folder, tmp_path, damage):
+    first, _ = index_of(folder, tmp_path / "cache")
+    file = first.parts[1].file
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert file.read_bytes() != whole and part.read_meta(file) is None
+    assert index_of(folder, tmp_path / "cache")[0].hash == first.hash
+
+
+def test_storage_that_fails_is_no_damaged_footer(tmp_path):
+    (tmp_path / "a.parquet").symlink_to(tmp_path / "a.parquet")
+    with pytest.raises(OSError) as caught:
+        part.read_meta(tmp_path / "a.parquet")
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_two_writers_of_one_part_do_not_write_into_one_file(tmp_path):
+    """Containers on one shared folder have equal process ids."""
+    path = tmp_path / "a.parquet"
+    one, other = (part.PartWriter(path, part.IndexPart("a", 1, 1), []) for _ in range(2))
+    for writer, texts in ((one, ["first"]), (other, ["x"]), (one, ["second"])):
+        for text in texts:
+            writer.add(part.IndexedSample(text, captions=[writer.put_caption(text)]))
+    other.close()
+    one.close()
+    assert path.with_suffix(".captions").read_text() == "firstsecond" and part.read_meta(path)["rows"] == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.captions", "a.parquet"]
 
 
 def test_verify_names_the_shard_that_changed(folder, tmp_path):
