@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
@@ -455,14 +455,34 @@ def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
     base, infos = retried(f"list {uri}", ask, retry_s=REMOTE_RETRY_S)
     for info in infos:
         inside = info.path.strip("/").removeprefix(base.strip("/")).lstrip("/")  # fsspec adds a leading slash
-        if info.type == pafs.FileType.File and not any(piece.startswith(".") for piece in inside.split("/")):
+        if info.type == pafs.FileType.File and not _is_hidden(inside.split("/")):
             yield FileStat(f"{uri.rstrip('/')}/{inside}", info.size, info.mtime_ns or 0)
 
 
 def _glob(pattern: str) -> list[str]:
+    """Files that a pattern means, by name, the same ones by a path and by a URI: `*` stays within a folder's name, `**`
+    stands for any number of folders. Hidden files and folders below the part without signs are left out."""
+    path = local_path(pattern) if is_local(pattern) else pattern
+    first = min(path.index(sign) for sign in "*?[" if sign in path)
+    fixed, names = parent(path[:first]), path[path.rfind("/", 0, first) + 1 :].split("/")
+    names = [name if name == "**" else re.sub(r"\*{2,}", "*", name) for name in names]
+    names += ["*"] * (names[-1] == "**")
     if is_local(pattern):
-        path = Path(local_path(pattern))
-        anchor = Path(path.anchor or ".")
-        return sorted(str(found) for found in anchor.glob(str(path.relative_to(path.anchor))) if found.is_file())
-    fixed = parent(pattern[: min(pattern.index(sign) for sign in "*?[" if sign in pattern)])
-    return [file.uri for file in list_files(fixed) if fnmatch.fnmatch(file.uri, pattern)]
+        folder = Path(fixed)
+        found = [file for file in folder.glob("/".join(names)) if file.is_file()]
+        return sorted(str(file) for file in found if not _is_hidden(file.relative_to(folder).parts))
+    files = list_files(fixed, recursive=len(names) > 1)
+    return [file.uri for file in files if _fits(file.uri[len(fixed.rstrip("/")) + 1 :].split("/"), names)]
+
+
+def _is_hidden(names: Sequence[str]) -> bool:
+    return any(name.startswith(".") for name in names)
+
+
+def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the names of a path are those of a pattern."""
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_fits(names[count:], patterns[1:]) for count in range(len(names)))
+    return bool(names) and fnmatch.fnmatchcase(names[0], patterns[0]) and _fits(names[1:], patterns[1:])

@@ -41,6 +41,30 @@ def test_files_of_any_name_are_listed_and_read_through_pyarrow(tmp_path: Path, t
 
 
 @pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("*.tar", ["00.tar", "b.tar"]),
+        ("?.tar", ["b.tar"]),
+        ("[0-9]*.tar", ["00.tar"]),
+        ("*/*.tar", ["old/01.tar"]),
+        ("old/*/*.tar", ["old/older/02.tar"]),
+        ("**/*.tar", ["00.tar", "b.tar", "old/01.tar", "old/older/02.tar"]),
+        ("o**/**/0*.tar", ["old/01.tar", "old/older/02.tar"]),
+        ("old/**", ["old/01.tar", "old/older/02.tar"]),
+    ],
+)
+def test_a_glob_means_the_same_files_by_a_path_and_by_a_uri(tmp_path: Path, pattern: str, meant: list[str]) -> None:
+    tree = tmp_path / ".set"  # hidden itself, which its user has said
+    for name in ("00.tar", "b.tar", "old/01.tar", "old/older/02.tar"):
+        hidden = str(Path(name).with_name(f"._{Path(name).name}"))  # as macOS leaves them
+        for each in (name, hidden, f".snapshot/{name}", f"old/.snapshot/{name}"):
+            (tree / each).parent.mkdir(parents=True, exist_ok=True)
+            (tree / each).touch()
+    for root in (str(tree), f"fsspec+file://{tree}"):
+        assert expand(f"{root}/{pattern}", (".tar",)) == [f"{root}/{name}" for name in meant]
+
+
+@pytest.mark.parametrize(
     ("path", "lacks"),
     [
         ("a/0.tar", ""),
