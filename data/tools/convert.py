@@ -93,9 +93,8 @@ def _shards(folder: Path, shard_bytes: int, shard_count: int) -> Iterator[webdat
         else:
             os.unlink(name)
 
-    writer = webdataset.ShardWriter(
-        f"{folder}/%05d.tar{PARTIAL}", maxsize=shard_bytes, maxcount=shard_count, verbose=0, post=finish
-    )
+    pattern = f"{str(folder).replace('%', '%%')}/%05d.tar{PARTIAL}"
+    writer = webdataset.ShardWriter(pattern, maxsize=shard_bytes, maxcount=shard_count, verbose=0, post=finish)
     try:
         yield writer
     except BaseException:

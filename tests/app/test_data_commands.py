@@ -193,6 +193,12 @@ def test_a_conversion_that_is_stopped_leaves_whole_shards_only(folder, tmp_path,
     assert "5 of 5 samples usable" in run("index", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["50% of it", "a%d", "%%", "%05d"])
+def test_shards_go_to_a_folder_whose_name_has_a_per_cent_sign(folder, tmp_path, name):
+    index = build_index(SourceConfig(path=str(folder)), tmp_path / "cache", Ledger())
+    assert convert.convert(index, tmp_path / name, Ledger()) == [tmp_path / name / "00000.tar"]
+
+
 @pytest.mark.parametrize(("most", "cut"), [(4, 11), (200, 0)])
 def test_lint_of_a_run_counts_the_captions_that_its_encoder_cuts(folder, most, cut):
     config = Path("run.yaml")
