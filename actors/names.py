@@ -19,7 +19,8 @@ def run_id(run_dir: Path) -> str:
     """Read, or on the first call make, the id of the run in this folder."""
     path = run_dir / "run_id"
     if not id_in(path):
-        write_whole(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}\n")
+        name = run_dir.name.encode("utf-8", "replace").decode()  # a folder's may have any bytes, an actor's may not
+        write_whole(path, f"{name}-{uuid.uuid4().hex[:8]}\n")
     return id_in(path)
 
 

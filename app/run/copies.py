@@ -6,6 +6,7 @@ there. A copy that kept it would find the original's monitor and keepers, or the
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from app.records.trackers import MLFLOW_ID, WANDB_ID
@@ -22,12 +23,12 @@ def keep_apart(folder: Path) -> str:
     if not folder.is_dir() or not any(folder.iterdir()):
         return ""
     place, said = folder / PLACE, ""
-    original = Path(place.read_text(encoding="utf-8").rstrip("\n")) if place.is_file() else folder
+    original = Path(os.fsdecode(place.read_bytes()).rstrip("\n")) if place.is_file() else folder
     if not _is_same(original, folder) and (run := _id(folder)) and run == _id(original):
         for name in _OWN:
             (folder / name).unlink(missing_ok=True)
         said = f"{folder} is a copy of {original}: from here on it is a run of its own"
-    write_whole(place, f"{folder.resolve()}\n")
+    write_whole(place, os.fsencode(f"{folder.resolve()}\n"))  # any bytes make a path
     return said
 
 

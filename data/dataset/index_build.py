@@ -31,6 +31,7 @@ from ops.counted import counted
 log = logging.getLogger(__name__)
 
 MANY_SHARDS = 64  # worth a hint that processes help
+MOST_NAMED = 80  # bytes of a shard's name in that of its file; file systems take 255 in all
 MOST_SAID = 240  # characters of the first fault of a reason
 
 
@@ -57,10 +58,7 @@ def build_index(
     reader = reader_of(located, limits)
     settings = _settings(located, limits)
     parts = reader.parts()
-    files = [
-        folder / f"{_stem(part.uri)}-{blake2b((part.uri + settings).encode(), digest_size=8).hexdigest()}.parquet"
-        for part in parts
-    ]
+    files = [folder / _file_name(part.uri, settings) for part in parts]
     metas = [read_meta(file) for file in files]
     stale = [i for i, part in enumerate(parts) if not _fresh(part, metas[i])]
     if stale:
@@ -144,8 +142,11 @@ def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
     return json.dumps([VERSION, source.kind, source.caption, source.media, bounds, *takes_all])
 
 
-def _stem(uri: str) -> str:
-    return re.sub(r"[^\w.-]", "_", storage.name_of(uri)).removesuffix(".tar")[:80]
+def _file_name(uri: str, settings: str) -> str:
+    """Name of a part's file. A path of local storage may have bytes that are no UTF-8, and letters of several bytes."""
+    which = blake2b((uri + settings).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+    name = re.sub(r"[^\w.-]", "_", storage.name_of(uri)).removesuffix(".tar")
+    return f"{name.encode()[:MOST_NAMED].decode(errors='ignore')}-{which}.parquet"
 
 
 def _why_empty(index: Index) -> str:

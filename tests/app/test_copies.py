@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_a_moved_folder_and_one_that_is_named_otherwise_stay_the_run_that_they_w
     assert keep_apart(tmp_path / "second") == "" and run_id(tmp_path / "second") == ours
     (tmp_path / "link").symlink_to(tmp_path / "second")
     assert keep_apart(tmp_path / "link") == "" and run_id(tmp_path / "link") == ours
+
+
+def test_a_folder_whose_name_is_no_utf8_is_a_run_as_any_other(tmp_path: Path) -> None:
+    original, copy = (tmp_path / os.fsdecode(name) for name in (b"run\xe9", b"copy\xe9"))
+    ours = started(original)
+    shutil.copytree(original, copy)
+    assert keep_apart(original) == "" and keep_apart(copy)
+    assert run_id(copy) != ours == run_id(original) and ours.startswith("run?-")
 
 
 def test_a_folder_of_an_earlier_version_and_one_that_is_not_there_are_left_as_they_are(tmp_path: Path) -> None:

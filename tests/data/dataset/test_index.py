@@ -226,6 +226,18 @@ def test_two_writers_of_one_part_do_not_write_into_one_file(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.captions", "a.parquet"]
 
 
+@pytest.mark.parametrize("name", ["\u5b57".encode() * 80, "\u00e9".encode() * 110, b"caf\xe9", b"x" * 251])
+def test_a_shard_of_any_name_is_indexed(tmp_path, name):
+    path = tmp_path / "shards" / os.fsdecode(name + b".tar")
+    path.parent.mkdir()
+    path.write_bytes(shard(good(2)))
+    index, _ = index_of(path.parent, tmp_path / "cache")
+    row = index.row(1)
+    assert row.path == str(path) and read_range(row.path, row.offset, row.size) == clip(seed=1)
+    assert len(os.fsencode(index.parts[0].file.name)) < 120
+    assert index_of(path.parent, tmp_path / "cache")[0].hash == index.hash
+
+
 def test_verify_names_the_shard_that_changed(folder, tmp_path):
     index, _ = index_of(folder, tmp_path / "cache")
     index.verify()
