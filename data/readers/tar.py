@@ -15,6 +15,7 @@ from data.storage import ReadFile
 
 BLOCK = 512
 ZEROS = bytes(BLOCK)
+MOST_DIGITS = 20  # of a size in a pax record; int() refuses 4300
 MAX_EXTENDED_HEADER_BYTES = 1 << 20  # of a long name or pax record
 
 
@@ -118,11 +119,11 @@ def _member(file: ReadFile, position: int, header: bytes, extended: dict[str, st
     name = extended.get("path") or _name(header)
     told = extended.get("size", _number(header[124:136]))
     try:
-        size = int(told)
+        size = int(told) if isinstance(told, int) or len(told) <= MOST_DIGITS else -1
     except ValueError:
         size = -1
     if size < 0:
-        raise _unreachable(file, position, f"member size {told!r}")
+        raise _unreachable(file, position, f"member size {str(told)[: 2 * MOST_DIGITS]!r}")
     kind = _kind(header[156:157], extended, name)
     if kind in (MemberKind.LINK, MemberKind.FOLDER):
         size = 0
@@ -190,7 +191,9 @@ def _extended(kind: bytes, content: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
     while content:
         digits, space, _ = content.partition(b" ")
-        if not space or not digits.isdigit() or not len(digits) < int(digits) <= len(content):
+        if not space or not digits.isdigit() or len(digits) > MOST_DIGITS:
+            break
+        if not len(digits) < int(digits) <= len(content):
             break
         name, _, value = content[len(digits) + 1 : int(digits)].rstrip(b"\n").partition(b"=")
         found[name.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")

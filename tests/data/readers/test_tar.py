@@ -48,6 +48,25 @@ def test_sizes_beyond_eight_octal_digits_and_in_base_256(tmp_path):
     assert fault.reason is Reason.TRUNCATED_TAR
 
 
+def after_record(record: bytes) -> bytes:
+    """A shard of one member, with this pax record before it."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(record)
+    padding = bytes(-len(record) % tarfile.BLOCKSIZE)
+    return info.tobuf(tarfile.USTAR_FORMAT) + record + padding + shard([("a.txt", b"x")])
+
+
+def test_a_size_of_more_digits_than_python_converts_is_no_size(tmp_path):
+    text = b" size=" + b"9" * 5000 + b"\n"
+    (fault,) = members_of(tmp_path, after_record(b"%d%s" % (len(text) + 4, text)))
+    assert fault.reason is Reason.GARBAGE_HEADER and "member size '999" in fault.detail and len(fault.detail) < 120
+
+
+def test_a_record_that_is_longer_than_any_number_says_nothing(tmp_path):
+    (member,) = members_of(tmp_path, after_record(b"9" * 5000 + b" path=b.txt\n"))
+    assert (member.name, member.size) == ("a.txt", 1)
+
+
 def test_end_marker_is_required(tmp_path):
     data = shard([("a.txt", b"x" * 100)])
     assert len(members_of(tmp_path, data)) == 1
