@@ -232,7 +232,7 @@ class Cache:
             self.root,
             why,
         )
-        self.full, self.why_not = True, why
+        self.why_not, self.full = why, True  # in this order, as another thread asks why once it is full
         return False
 
 

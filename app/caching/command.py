@@ -77,11 +77,7 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     _print_end(found, done, ledger, out)
     ledger.check()
     ledger.check_limits()
-    if done.failed:
-        raise NotKept(
-            f"{done.failed:,} of {done.missing:,} entries could not be written into {config.data.cache.path}: "
-            f"{done.why}. Free space, and give the same command again."
-        )
+    _check_kept(done, config.data.cache)
     print(f"next      {_next(path, overrides, config, modules)}")
 
 
@@ -170,6 +166,15 @@ def _check_room(found: CacheLook, kept: CacheConfig) -> None:
         )
 
 
+def _check_kept(done: _Filled, kept: CacheConfig) -> None:
+    """Raises NotKept where entries are missing still."""
+    if done.absent:
+        raise NotKept(
+            f"{done.absent:,} of {done.missing:,} entries could not be written into {kept.path}: {done.why}. "
+            f"Free space, and give the same command again."
+        )
+
+
 @dataclass(kw_only=True)
 class _Filled:
     """What has become of the missing entries so far."""
@@ -182,12 +187,17 @@ class _Filled:
     there: int = 0  # that other processes have made meanwhile
     bad: int = 0
     failed: int = 0  # that the disk did not take
-    why: str = ""  # it did not take the first of them
+    why: str = ""  # it did not take the first of them, or takes no more
     seconds: float = 0.0
 
     @property
     def ended(self) -> int:
         return self.new.total() + self.there + self.bad + self.failed
+
+    @property
+    def absent(self) -> int:
+        """Entries that the disk did not take, or that were not made any more as it was full."""
+        return self.failed + self.missing - self.ended
 
     def add(self, entries: Sequence[WantedEntry], answer: FilledUnit) -> None:
         self.new[entries[0].kind] += len(answer.kept)
@@ -346,7 +356,7 @@ def _print_end(found: CacheLook, done: _Filled, ledger: Ledger, out: Path) -> No
     there = sum(account.there.total() for account in found.kinds.values()) + done.there
     bad = sum(len(account.bad) for account in found.kinds.values()) + done.bad
     took = f" in {done.seconds:.1f} s by {counted(done.workers, 'worker')}" if done.workers else ""
-    failed = f", {done.failed:,} not written" if done.failed else ""
+    failed = f", {done.absent:,} not written" if done.absent else ""
     print(f"cache     {kinds} new, {there:,} there already, {bad:,} bad{failed}; {size(done.num_bytes)} written{took}")
     print_ledger(ledger, "entries {} = good {} + bad {}")
     if bad:

@@ -78,7 +78,7 @@ class FilledUnit:
     there: tuple[int, ...] = ()  # that another process has made meanwhile
     faults: tuple[tuple[int, Fault], ...] = ()
     failed: tuple[int, ...] = ()  # that the disk did not take
-    why: str = ""  # it did not
+    why: str = ""  # it did not, or does not any more
     full: bool = False  # nor will it take others
 
 
@@ -167,6 +167,7 @@ class FillWorker:
                 failed.append(wanted[index])
         faults, unmarked = self._marked(unit, wanted, batch)
         failed += unmarked
+        full = self._cache.full  # another thread may have met its end
         return FilledUnit(
             number=unit.number,
             kept=tuple(kept),
@@ -174,8 +175,8 @@ class FillWorker:
             there=there,
             faults=faults,
             failed=tuple(failed),
-            why=self._cache.why_not if failed else "",
-            full=self._cache.full,
+            why=self._cache.why_not if failed or full else "",
+            full=full,
         )
 
     def _decoded(self, job: DecodeJob, wanted: Sequence[int]) -> Batch:

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from data.cache import Cache, CacheWriter
 from data.config import CacheConfig
 from data.decode import decode_job
 from data.engines.engine import make_engine
-from data.ledger import BadSample, Reason
+from data.ledger import BadSample, Ledger, Reason
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.folders import resolve
 from ops.models.load import build_text
@@ -247,6 +248,32 @@ def test_a_full_disk_ends_the_command_and_says_why(
     done = command._fill(full, found, found.dataset.ledger)
     assert done.failed == len(answers[0].failed) and "GiB would stay free" in done.why
     assert next(asked)[1] is answers[1], "no further answer is asked for"
+
+
+def test_a_disk_that_is_full_at_its_last_entry_leaves_others_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of the worker met the end of the disk, so that no entry of this answer has failed."""
+    missing = [SimpleNamespace(kind="latents", source=0) for _ in range(3)]
+    found: Any = SimpleNamespace(kinds={"latents": SimpleNamespace(missing=missing)})
+    answer = FilledUnit(number=0, kept=(0,), num_bytes=8, full=True, why="the disk is full")
+    monkeypatch.setattr("app.caching.fill.fill", lambda *given, **named: (one for one in [(missing[:1], answer)]))
+    for name, value in (("_capacity", 1), ("_decoders", 1), ("_resources", {})):
+        monkeypatch.setattr(command, name, lambda config, value=value: value)
+    monkeypatch.setattr(command, "_signed", lambda *given: nullcontext())
+    ledger: Any = Ledger()
+    ledger.add_planned(3)
+    done = command._fill(None, found, ledger)
+    with pytest.raises(command.NotKept, match=r"2 of 3 entries could not be written into cache: the disk is full\."):
+        command._check_kept(done, CacheConfig(path="cache"))
+
+
+def test_a_worker_whose_disk_another_thread_has_found_full_says_why(clips: Path, tmp_path: Path) -> None:
+    config = config_of(clips, tmp_path)
+    found, made = looked(config, ("text",)), worker_of(config)
+    unit = unit_of(plans_of(found)[0], found)
+    put = made._cache.put
+    made._cache.put = lambda *given: put(*given) and made._cache._stop("the disk is full") is False
+    answer = made.fill(replace(unit, keys=unit.keys[:1], captions=unit.captions[:1]))
+    assert answer.full and answer.kept == (0,) and answer.why == "the disk is full"
 
 
 def test_a_proof_of_a_run_that_takes_texts_alone_encodes_them_in_both_runs(clips: Path, tmp_path: Path) -> None:
