@@ -39,6 +39,7 @@ class NodeFacts:
     cores: int  # that processes of Ray may use there
     room_gib: float  # of memory, before processes are ended for it
     shared_gib: float | None = None  # of /dev/shm; None: there is none
+    store_gib: float | None = None  # of Ray's object store, which lies in /dev/shm where that is as large
     open_files: int = 0  # that a process may have
     hidden: Mapping[str, str] = field(default_factory=dict)  # what it does not see of the run, by path: why
     folders: Mapping[str, str] = field(default_factory=dict)  # digest of the names and sizes below each folder
@@ -61,8 +62,8 @@ class GpuFacts:
         return f"GPU {self.index} of {self.host}"
 
 
-def node_facts(node: str, paths: RunPaths) -> NodeFacts:
-    """The node on which this runs."""
+def node_facts(node: str, paths: RunPaths, store_gib: float | None) -> NodeFacts:
+    """The node on which this runs, whose object store has `store_gib`."""
     from ops.cores import usable_cores
     from ops.memory.node_room import node_room, shared_room
 
@@ -74,6 +75,7 @@ def node_facts(node: str, paths: RunPaths) -> NodeFacts:
         cores=usable_cores(),
         room_gib=node_room() / 2**30,
         shared_gib=None if shared is None else shared / 2**30,
+        store_gib=store_gib,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         hidden=hidden(paths),
         folders={folder: digest_of(folder) for folder in paths.folders if Path(folder).is_dir()},

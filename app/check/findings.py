@@ -14,8 +14,6 @@ SLOW = 0.9  # of the median of GPUs of its name
 TAKEN_GIB = 2.0  # of a GPU that Ray has given: a CUDA context takes less
 CLOCK_S = 2.0  # between nodes; logs and Ray's timeline are of their own clocks, a run's times are not
 LEAST_FILES = 4096  # that a process may have open; Ray's own advice is 65,536
-LEAST_SHARED_GIB = 4.0  # Docker gives 64 MiB unless set otherwise
-LEAST_SHARE = 0.25  # of the memory of a small machine, whose /dev/shm is a half of it unless set otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,10 +139,12 @@ def _sizes(seen: ClusterFacts) -> Iterable[Finding]:
                 f"65536 before ray start",
                 fatal=False,
             )
-        if node.shared_gib is not None and node.shared_gib < min(LEAST_SHARED_GIB, LEAST_SHARE * node.room_gib):
+        if node.shared_gib is not None and node.store_gib is not None and node.shared_gib < node.store_gib:
             yield Finding(
-                text=f"{node.host}: /dev/shm has {node.shared_gib:.2f} GiB, and the training state of a node lies "
-                f"there. Give the container more (docker: --shm-size, Kubernetes: an emptyDir of medium Memory)"
+                text=f"{node.host}: /dev/shm has {node.shared_gib:.2f} GiB, less than Ray's object store of "
+                f"{node.store_gib:.2f} GiB, which therefore lies on disk: clips and copies of the training state are "
+                f"slow there, and a run whose copies need more is refused. Give the container more before Ray starts "
+                f"(docker: --shm-size, Kubernetes: an emptyDir of medium Memory)"
             )
     ahead = seen.clocks
     if ahead and max(ahead.values()) - min(ahead.values()) > CLOCK_S:

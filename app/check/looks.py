@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from actors.pool.own_gpu import own_gpu
-from actors.ray_calls import get, given_gpu, kill, node_address, node_id, nodes, remote_of, wait
+from actors.ray_calls import get, given_gpu, kill, node_address, node_id, nodes, object_store_gib, remote_of, wait
 from actors.refs import Method, RayNode, Ref
 from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, given_facts, gpu_facts, node_facts, talk
 from app.check.findings import ClusterFacts, Reach
@@ -39,7 +39,8 @@ class Look:
         self._own: object = None  # the store at which members of a sum meet
 
     def node(self, paths: RunPaths) -> NodeFacts:
-        return node_facts(node_id(), paths)
+        node = node_id()
+        return node_facts(node, paths, object_store_gib(node))
 
     def given(self) -> GpuFacts:
         return given_facts(given_gpu())
