@@ -86,7 +86,7 @@ class CacheLook:
     cache: ItemCache
     kinds: dict[EntryKind, KindAccount]
     untold: tuple[Fault, ...]  # samples whose caption cannot be read: their draws train nothing
-    moving: int  # clips in shapes of which every draw takes another part (`data.start_frame: random`)
+    moving: int  # clips of which, in some shape, every draw takes another part (`data.start_frame: random`)
     moving_name: str  # of the first of them
 
     def name_of(self, one: WantedEntry) -> str:
@@ -189,13 +189,14 @@ class _Survey:
         for error in (error for error in told if isinstance(error, BadSample)):
             clip = row.clip()
             self._untold.append(fault_of(clip, error.reason, error.offset, error.detail))
+        moving = [cut for cut in cuts if cut.moves] if "vae" in self._modules or self._sees_pixels else []
+        if moving:
+            self._moving += 1
+            self._moving_name = self._moving_name or name_of_cut(self._dataset, moving[0])
         for cut in cuts:
-            item = item_of(self._dataset, "cache", [cut])
-            if cut.moves and ("vae" in self._modules or self._sees_pixels):
-                self._moving += 1
-                self._moving_name = self._moving_name or name_of_cut(self._dataset, cut)
             if cut.moves:
                 continue
+            item = item_of(self._dataset, "cache", [cut])
             self._add_latents(item, self._cache, cut=cut)
             if self._sees_pixels:
                 self._add_texts(texts, self._cache.frames(item)[0], cut=cut)

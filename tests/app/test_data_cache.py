@@ -47,6 +47,7 @@ from app.validation.clips import held_out_clips, held_out_data
 from app.validation.work import HeldOutPart, KeptClips
 from data.cache import Cache, CacheWriter
 from data.config import CacheConfig
+from data.dataset.every_draw import every_row
 from data.decode import decode_job
 from data.engines.engine import make_engine
 from data.ledger import BadSample, Ledger, Reason
@@ -554,6 +555,12 @@ def test_what_the_cache_does_not_keep_is_encoded_in_steps(clips: Path, tmp_path:
     (plan, *_) = (one.plan for one in feeder.items(0))
     assert plan.cached == (("text",) if "latents" in kept else ("vae",))
     assert feeder._needs_pixels(feeder.dataset.step(0).items[0]) == ("latents" in kept)
+
+
+def test_a_clip_that_begins_anywhere_counts_once_in_however_many_shapes(clips: Path, tmp_path: Path) -> None:
+    found = looked(config_of(clips, tmp_path, "demo-curriculum", "data.start_frame=random"))
+    cuts = [[cut.moves for cut in cuts] for _, cuts in every_row(found.dataset)]
+    assert 0 < found.moving == sum(map(any, cuts)) < sum(map(sum, cuts))
 
 
 def test_texts_alone_may_be_taken_by_a_run_whose_clips_begin_anywhere(clips: Path, tmp_path: Path) -> None:
