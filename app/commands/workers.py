@@ -157,9 +157,9 @@ def stop(
         _await_the_end(run, wait_s)
         return
     ask_to_leave_lora_files(run)
-    from ray.exceptions import RayActorError
+    from ray.exceptions import GetTimeoutError
 
-    from actors.ray_calls import get
+    from actors.ray_calls import GONE, get
 
     warn_if_quiet(run, answer(run, actor.report.remote()))
     answer(run, actor.stop.remote("stopped by `heddle workers stop`"))
@@ -167,9 +167,11 @@ def stop(
     while time.monotonic() < deadline:
         try:
             get(actor.ping.remote(), timeout=ANSWER_S)
-        except RayActorError:
+        except GONE:
             print("the run has ended; continue it with --resume")
             return
+        except GetTimeoutError:  # a busy host
+            continue
         time.sleep(0.5)
     print("the run will end after its running steps")
 

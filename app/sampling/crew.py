@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.memory_kills import in_short
-from actors.ray_calls import get, get_all, kill, put, remote_of, resources, wait
+from actors.pool.own_gpu import own_gpu
+from actors.ray_calls import GONE, get, get_all, kill, put, remote_of, resources, wait
 from actors.refs import Ref
 from app.sampling.clip_worker import COLLECTIVE_S, ClipJob, ClipWork, ClipWorkerHandle, MadeClip
 from app.sampling.clips import ClipSettings, groups_of
@@ -43,7 +44,7 @@ class ClipCrew:
         kind, have = ("GPU", gpus) if self._gpu else ("CPU", offered.get("CPU", 0))
         if have < size:
             raise ConfigError(f"--workers {size} need a {kind} each, and this Ray has {have:g}; use at most {have:g}.")
-        options = {"num_cpus": 1, "num_gpus": 1 if self._gpu else 0, "max_restarts": 0}
+        options = {"num_cpus": 1, "max_restarts": 0, **own_gpu(1 if self._gpu else 0)}
         # without a GPU of its own a worker would still see those of the node
         self._job = replace(job, device="cuda" if self._gpu else "cpu")
         self._start: Callable[[], ClipWorkerHandle] = remote_of(worker_class).options(**options).remote
@@ -56,13 +57,11 @@ class ClipCrew:
         """References to the `count` rows of negative prompts and prompts (`ClipWorker.encode`), by the first member,
         which loads the model afterwards. They are this process's own: no worker's end loses them. Where a member dies
         over them the next one encodes all; raises CrewError when `max_losses` have died."""
-        import ray
-
         deaths = 0
         while True:
             try:
                 return self._encoded(self._unused[0], prompts, first, count)
-            except ray.exceptions.RayActorError as error:
+            except GONE as error:
                 deaths += 1
                 check_deaths(deaths, max_losses, "encoding the prompts", error)
                 gone = self._unused.pop(0)
@@ -119,7 +118,7 @@ class ClipCrew:
             actor: Any = handle  # a method that Ray gives every actor
             try:
                 ray.get(actor.__ray_ready__.remote(), timeout=LOOK_S)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            except (*GONE, ray.exceptions.GetTimeoutError):
                 return True
         return False
 

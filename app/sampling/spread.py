@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from actors.ray_calls import get, get_all, kill, wait
+from actors.ray_calls import GONE, get, get_all, kill, wait
 from actors.refs import Ref
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames
 from app.sampling.chunk_limit import ChunkLimit
@@ -169,7 +169,7 @@ class _Apart:
         since = self._since.pop(answer, 0.0)
         try:
             clips = get(answer) or []
-        except ray.exceptions.RayActorError as error:
+        except GONE as error:
             self._replace(handle, chunk, error)
             return
         except ray.exceptions.RayTaskError as error:
@@ -253,7 +253,7 @@ def _make_together(
             if not isinstance(error.cause, GroupError | TimeoutError) or not crew.has_lost_one():
                 raise error.cause from None
             _take_back(queue, chunk, encoded.prompts, error)
-        except ray.exceptions.RayActorError as error:
+        except GONE as error:
             if chunk:
                 _take_back(queue, chunk, encoded.prompts, error)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,9 @@ from app.caching.fill import plans_of
 from app.check import looks
 from app.device import over_nodes
 from app.kept.wanted import KindAccount, WantedEntry
+from app.sampling import crew
+from app.sampling.clip_worker import ClipWorker
+from app.sampling.crew import ClipCrew
 from app.sampling.live import LiveSamples
 from tests.app.test_live_samples import samples
 
@@ -72,19 +76,34 @@ def make_samples(gpus: int, folder: Path) -> None:
     live._start_task()
 
 
+@dataclass
+class Job:
+    device: str
+
+
+def spread_samples(gpus: int, folder: Path) -> None:
+    job: Any = Job("cuda" if gpus else "cpu")
+    ClipCrew(job, ClipWorker, 1)
+
+
 @pytest.mark.parametrize(
     ("start", "gpus"),
     [
         (look_at_a_gpu, 1),
-        *[(start, gpus) for start in (check_a_node, profile_over_nodes, fill_a_cache, make_samples) for gpus in (0, 1)],
+        *[
+            (start, gpus)
+            for start in (check_a_node, profile_over_nodes, fill_a_cache, make_samples, spread_samples)
+            for gpus in (0, 1)
+        ],
     ],
 )
 def test_each_that_computes_on_a_gpu_sees_its_own_alone(
     start: Callable[[int, Path], None], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (device, looks, over_nodes, fill):
+    for module in (device, looks, over_nodes, fill, crew):
         monkeypatch.setattr(module, "remote_of", lambda plain: Asked())
     monkeypatch.setattr(ray, "remote", lambda plain: Asked())
+    monkeypatch.setattr(crew, "resources", lambda free: {"GPU": 1.0, "CPU": 1.0})
     monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0})
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)

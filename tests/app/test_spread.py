@@ -526,6 +526,38 @@ def test_a_worker_that_hangs_alone_is_ended_and_its_prompt_made_by_another(monke
     assert crew.now < 900 + 12 * 100
 
 
+@pytest.mark.parametrize("make", ["together", "apart"])
+@pytest.mark.parametrize("gone", [ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError])
+def test_a_worker_that_ray_ends_is_replaced_also_where_it_ends_it_for_memory(
+    gone: type[Exception], make: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is an error of a family of its own. One while it loads, and one over prompt 2."""
+    crew: Any = HangingCrew(monkeypatch, {})
+    kept: list[int] = []
+    left = [None, 2]  # what is awaited when a worker ends
+
+    def result_of(answer: Any) -> list[Any]:
+        prompt = answer[1] and answer[1][0]
+        if prompt in left:
+            left.remove(prompt)
+            raise gone("the node was low on memory") if gone is ray.exceptions.OutOfMemoryError else gone()
+        return [] if prompt is None else [SimpleNamespace(seconds=1.0)]
+
+    def together() -> tuple[list[str], Any]:
+        result_of(("", None))
+        return HangingCrew.together(crew)
+
+    monkeypatch.setattr(spreading, "get", result_of)
+    monkeypatch.setattr(spreading, "get_all", lambda answers: [result_of(answer) for answer in answers])
+    monkeypatch.setattr(crew, "together", together)
+    queue, keep = PromptQueue(5, (), 1), lambda chunk, made: kept.extend(chunk)
+    if make == "together":
+        spreading._make_together(crew, queue, crew, keep, print)
+    else:
+        spreading._Apart(crew, queue, crew, keep, print).make()
+    assert sorted(kept) == [0, 1, 2, 3, 4] and not left
+
+
 def test_a_prompt_over_which_workers_hang_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for make in ("together", "apart"):
         crew: Any = HangingCrew(monkeypatch, {(2, times): 1e9 for times in range(20)})
