@@ -7,8 +7,10 @@ keys of rows whose file does not exist. Of 36 million rows usually few have a fi
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +28,8 @@ from data.ledger import BadSample, Fault, FaultRecord, Reason
 from data.media_info import CropBox, MediaInfo
 
 VERSION = 5
+_DRAWN = 12  # digits of a scratch file's name
+_KILLED_S = 86400.0  # since anything was written into one
 ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
@@ -195,7 +199,7 @@ class PartWriter:
         self._rejects: Counter[str] = Counter()
         self._num_rows = self._num_missing = 0
         self._beside: dict[str, BinaryIO] = {}  # by suffix
-        self._scratch_stem = f".{path.stem}.{uuid.uuid4().hex[:12]}"  # hosts that share the folder have equal pids
+        self._scratch_stem = f".{path.stem}.{uuid.uuid4().hex[:_DRAWN]}"  # hosts that share the folder have equal pids
         self._unread: set[str] = set()
 
     def add(self, sample: IndexedSample) -> None:
@@ -289,6 +293,7 @@ class PartWriter:
             with self._scratch(suffix).open("rb") as written:
                 os.fsync(written.fileno())
             os.replace(self._scratch(suffix), self.path.with_suffix(suffix))
+        self._clear_up()
 
     def abandon(self) -> None:
         """Remove all files after an error."""
@@ -298,6 +303,13 @@ class PartWriter:
                     file.close()
         for suffix in (*self._beside, ".parquet"):
             self._scratch(suffix).unlink(missing_ok=True)
+
+    def _clear_up(self) -> None:
+        """Remove what writers of this part have left that were killed: those that live write all the time."""
+        for left in self.path.parent.glob(f".{glob.escape(self.path.stem)}.{'[0-9a-f]' * _DRAWN}.*"):
+            with suppress(OSError):  # another writer removes them too, and what stays does no harm
+                if time.time() - left.stat().st_mtime > _KILLED_S:
+                    left.unlink()
 
     def _open(self, suffix: str) -> BinaryIO:
         """The file of this suffix beside the part, which begins to be with the first call."""

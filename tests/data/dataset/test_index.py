@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 import shutil
 from pathlib import Path
 
@@ -224,6 +225,17 @@ def test_two_writers_of_one_part_do_not_write_into_one_file(tmp_path):
     one.close()
     assert path.with_suffix(".captions").read_text() == "firstsecond" and part.read_meta(path)["rows"] == 2
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.captions", "a.parquet"]
+
+
+def test_what_a_killed_writer_has_left_goes_a_day_later(tmp_path):
+    path = tmp_path / "a[1].parquet"  # as a shard may be called
+    killed, alive = (part.PartWriter(path, part.IndexPart("a", 1, 1), []) for _ in range(2))
+    for writer in (killed, alive):
+        writer.put_media(b"a clip")
+    for writer, age_s in ((killed, 90_000), (alive, 3_600)):
+        os.utime(writer._scratch(".media"), (time.time() - age_s,) * 2)
+    part.PartWriter(path, part.IndexPart("a", 1, 1), []).close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == [alive._scratch(".media").name, "a[1].parquet"]
 
 
 @pytest.mark.parametrize("name", ["\u5b57".encode() * 80, "\u00e9".encode() * 110, b"caf\xe9", b"x" * 251])
