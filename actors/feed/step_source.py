@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -429,13 +430,24 @@ def _end(feeder: FeederHandle, pulse: Pulse | None) -> None:
         kill_process(stopped.node, stopped.pid, stopped.born)
 
 
+def _heap() -> dict[str, str]:
+    """Environment in which all threads of a process share one heap of glibc.
+
+    Every window of Ray Data has threads of its own, and its calls are answered by others yet. With several heaps (up to
+    eight a core) freed blocks lie scattered over all: 1.1 KiB a microbatch in a feeder, of memory that nobody uses, and
+    0.5 in Ray Data's actor of statistics, in windows 5 to 24 of 256. With one, 0.1 and 0.06. What a feeder starts has
+    this environment, too."""
+    return {"MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1")}
+
+
 def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[[], FeederHandle]:
     """A function that starts an actor of this class, an `AnsweringActor`, beside the caller; used again when it
     dies."""
 
     def start() -> FeederHandle:
         actor = remote_of(plain, {PULSE: 1})
-        handle: FeederHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote(*arguments, **named)
+        options = {"num_cpus": 0, "scheduling_strategy": beside_me(), "runtime_env": {"env_vars": _heap()}}
+        handle: FeederHandle = actor.options(**options).remote(*arguments, **named)
         return handle
 
     return start

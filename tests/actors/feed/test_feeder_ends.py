@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +61,27 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         "run_dir": str(tmp_path),
         "engine_of": make_engine,
     }
+
+
+def test_threads_of_a_feeder_and_of_what_it_starts_share_one_heap(cluster: None, tmp_path: Path) -> None:
+    """Ray Data's actor of statistics is one of these; what each of them frees lies scattered otherwise, and grows."""
+    feeder: Any = actor_factory(KnownFeeder, **settings(tmp_path))()
+    ray.get(feeder.start.remote(0), timeout=120)
+    ray.get(feeder.batches.remote(0), timeout=120)
+    statistics: Any = ray.get_actor("datasets_stats_actor", namespace="_dataset_stats_actor")
+    for actor in (feeder, statistics):
+        assert ray.get(actor.__ray_call__.remote(heaps), timeout=60) == 1
+
+
+def heaps(actor: object) -> int:
+    """Heaps of glibc in this process."""
+    library = ctypes.CDLL(None)
+    library.fopen.restype = ctypes.c_void_p
+    with tempfile.NamedTemporaryFile() as told:
+        stream = ctypes.c_void_p(library.fopen(told.name.encode(), b"w"))
+        library.malloc_info(0, stream)
+        library.fclose(stream)
+        return Path(told.name).read_text().count("<heap ")
 
 
 def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, tmp_path: Path) -> None:
