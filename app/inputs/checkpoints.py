@@ -11,7 +11,6 @@ from pathlib import Path
 
 from actors.state.checkpoint_files import CheckpointError, Meta, complete, damage, is_complete, latest, step_folder
 from actors.state.checkpoint_writer import root_of, step_of
-from app.records.rundir import LATER
 from app.settings.config import RunConfig, names
 from app.settings.run_folder import run_dir
 from app.settings.written_by import explained
@@ -68,7 +67,7 @@ def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool, ve
 
 def later_folder(run: Path, checkpoint: Path) -> Path:
     """Where what came after a checkpoint lies, once the run has gone back to it."""
-    return run / f"{LATER}{steps_of(checkpoint)}-steps"
+    return run / f"later-than-{steps_of(checkpoint)}-steps"
 
 
 def later_folders(run: Path) -> list[Path]:

@@ -24,7 +24,7 @@ METRICS = "metrics.jsonl"
 ENVIRONMENT = "env.json"  # what the workers compute with now
 WORKERS, OLDER_WORKERS = "workers.jsonl", "workers.1.jsonl"  # figures of single workers, of the newest steps
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
-LATER = "later-than-"  # folders begin so of what came after a checkpoint to which the run has gone back
+_LATER = "later-than-"  # folders begin so of what came after a checkpoint to which the run has gone back
 _BY_WORKER = re.compile(r', "\w+_by_worker": \{[^{}]*\}')  # as it stands in a line that version 0.2 has written
 
 
@@ -98,7 +98,7 @@ class RunDir:
         """Pictures and clips of samples/, newest step first, prompts in order; without those that were put aside."""
         folder = self.path / "samples"
         found = [path for path in folder.rglob("*") if path.suffix in (".mp4", ".png")]
-        files = [path for path in found if not path.relative_to(folder).parts[0].startswith(LATER)]
+        files = [path for path in found if not path.relative_to(folder).parts[0].startswith(_LATER)]
         return sorted(files, key=lambda path: (-_step_of(path), path.name))
 
 

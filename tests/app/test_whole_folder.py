@@ -1,4 +1,4 @@
-"""What a command writes into a folder is there as a whole or not at all, whatever the folder is."""
+"""What a command writes into a folder is seen when it is complete, whatever the folder is."""
 
 from __future__ import annotations
 
