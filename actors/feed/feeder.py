@@ -79,6 +79,7 @@ class Feeder(AnsweringActor):
         self._dataset: Dataset | None = None
         self._opening: Mapping[str, object] = {}  # what a start says of it, besides its counts
         self._engine: Engine | None = None
+        self._started = False
         self._avoid: Sequence[str] = ()
         self._cache = ItemCache(config, facts.encoders, facts.geometry) if config.cache.path else None
         self._items: dict[int, tuple[DrawnItem, ...]] = {}  # told and not released
@@ -139,7 +140,7 @@ class Feeder(AnsweringActor):
         if token is not None:
             plain: Any = token  # JSON out of a checkpoint; `resume` checks its version and what it was made from
             self.dataset.resume(plain)
-        self._avoid = avoid
+        self._avoid, self._started = avoid, True
         self._prepared().start(first_step, avoid)
         return {**self.dataset.accounting(), **self._opening}
 
@@ -149,8 +150,8 @@ class Feeder(AnsweringActor):
         decision = BatchSizes.from_json(record)
         self.dataset.resize(decision)
         self._forget_from(decision.from_step)
-        if self._engine is not None:
-            self._engine.start(decision.from_step, self._avoid)
+        if self._started:  # else `start` comes, with the position that it begins at
+            self._running.start(decision.from_step, self._avoid)
 
     def items(self, step: int) -> tuple[DrawnItem, ...]:
         """Metadata, and which results a cache holds: possible for any step at any time, and the same answer each time
@@ -171,7 +172,8 @@ class Feeder(AnsweringActor):
             references=tuple(_reference(value) for value in values),
             position=self.token(step + 1),
             epoch=self.dataset.epoch(step + 1),
-            feeder_bytes=process.own_bytes(),
+            # of several nobody knows: the others open their data at `start`, for which a run would wait
+            feeder_bytes=process.own_bytes() if self._config.engine.feeders == 1 else 0,
             cached={
                 (module, item.id): results for item in items for module, results in self._look_up(item).results.items()
             },

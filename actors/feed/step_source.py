@@ -8,6 +8,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -36,6 +37,7 @@ from data.engines.machine import DecodeNode, asks, settled
 from data.engines.placement import beside_me
 from data.errors import DataError, DataIOError, DataUnreachable
 from ops.geometry import Geometry
+from ops.memory.node_room import node_room
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ _NODES_S = 5.0  # between two looks at the nodes, while a step is awaited
 _LOOK_S = 2.0  # an answer is awaited this long before the feeder's pulse is felt again
 _STARTS = 3
 _OPENING_S = 3600.0  # a feeder that shall take over has opened the data by then: nothing waits for that
+_STARTING_S = 60.0  # and then starts within this, as the run may wait for it
+_SPARE_BYTES = 1 << 30  # that a node has left when another feeder is as large as this one
 _POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
 
 
@@ -79,7 +83,8 @@ class FeederHandle(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Successor:
-    """A feeder that is opened beside the one that delivers, to take its place. Until it does, nothing depends on it."""
+    """A feeder that is opened beside the one that delivers, to take its place. Nothing depends on it but the steps from
+    `from_step` on, which wait until it does, or is given up."""
 
     feeder: FeederHandle
     pulse: Pulse
@@ -109,11 +114,12 @@ class StepSource:
         nodes: Callable[[], Sequence[RayNode]] = nodes,
         growth: Growth | None = None,
         tell: Tell = silent,
+        room: Callable[[], int] = node_room,
     ) -> None:
         """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
         and one whose process does not even answer for `silent_s` (`data.engine.silent_s`). So is one that delivers
         nothing after one of the `nodes` has died: Ray Data has waited for minutes for what was decoded there. `growth`
-        says how far one may grow."""
+        says how far one may grow, `room` how many bytes are left beside it."""
         self._nodes = nodes
         self._dead: set[str] = set()  # nodes, as far as seen
         self._looked_at = 0.0  # at the nodes
@@ -131,10 +137,10 @@ class StepSource:
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder gets all of them
-        self._growth, self._tell = growth or Growth(), tell
+        self._growth, self._tell, self._room = growth or Growth(), tell, room
         self._feeder_from = 0  # the first step that the feeder delivers
         self._successor: Successor | None = None
-        self._retiring: FeederHandle | None = None  # has delivered the steps before those of the feeder
+        self._retiring: tuple[FeederHandle, Pulse] | None = None  # has delivered the steps before those of the feeder
         self._furthest = -1  # the last step that any feeder was asked for
         self._unread: DataUnreachable | None = None  # what kept the last `open` from its data
 
@@ -217,9 +223,11 @@ class StepSource:
         if len(done) == len(asked):
             return not self._is_held(step + 1) or self._await_start(timeout_s)
         self._feel_pulse()
-        if (waited := time.monotonic() - self._asked_at[min(self._asked_at)]) > self._patience_s:
-            raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")
-        self._look_at_nodes(min(self._asked_at[s] for s in (step, step + 1) if s in self._asked_at))
+        awaited = (self._items, self._batches)
+        late = min(s for s in (step, step + 1) if any(s in known and known[s] not in done for known in awaited))
+        if (waited := time.monotonic() - self._asked_at[late]) > self._patience_s:
+            raise DataLost(f"the feeder has not delivered step {late} in {waited:.0f} s")
+        self._look_at_nodes(self._asked_at[late])
         return False
 
     def _look_at_nodes(self, asked_at: float) -> None:
@@ -274,9 +282,9 @@ class StepSource:
             del self._ready[known]
         self._open_feeder.release.remote(step)
         if self._retiring is not None:
-            self._retiring.release.remote(step)
+            self._retiring[0].release.remote(step)
             if step >= self._feeder_from - 1:
-                kill(self._retiring)
+                _end(*self._retiring)
                 self._retiring = None
         return self._positions.get(step + 1)
 
@@ -308,7 +316,7 @@ class StepSource:
         """End the feeder, also one that is stopped and hears nothing, and those before and after it."""
         self._drop_successor()
         if self._retiring is not None:
-            kill(self._retiring)
+            _end(*self._retiring)
         if self._feeder is not None:
             _end(self._feeder, self._pulse)
         self._retiring = self._feeder = self._pulse = None
@@ -324,8 +332,11 @@ class StepSource:
         """Open another feeder where this one has grown, and have it take over; waits for nothing. Raises what the one
         that delivers has failed with."""
         successor = self._successor
-        if successor is None:
-            if self._growth.is_over and self._retiring is None and self.next_unasked < self._last:
+        if self._retiring is not None:
+            with suppress(*GONE, Silent):  # to know the process of one that hears nothing, when it is to end
+                self._retiring[1].check()
+        elif successor is None:
+            if self._growth.is_over and self.next_unasked < self._last and self._has_room():
                 feeder = self._make_resized()
                 self._successor = Successor(
                     feeder=feeder,
@@ -334,10 +345,17 @@ class StepSource:
                     since=time.monotonic(),
                 )
         elif successor.started is not None:
-            if self._has_answered(successor, successor.started, self._patience_s):
+            if self._has_answered(successor, successor.started, _STARTING_S):
                 self._take_over(successor)
         elif successor.from_step is not None or self._has_answered(successor, successor.opened, _OPENING_S):
             self._start(successor)
+
+    def _has_room(self) -> bool:
+        """Whether two feeders of this size may be here for a while. Where not, this one may grow by as much again."""
+        if self._room() > self._growth.now_bytes + _SPARE_BYTES:
+            return True
+        self._growth.begin()
+        return False
 
     def _has_answered(self, successor: Successor, answer: Ref[None] | Ref[DataCounts], longest_s: float) -> bool:
         """Whether it has done what it was asked for. One that has failed, or takes too long, is given up: the feeder
@@ -385,8 +403,10 @@ class StepSource:
         """All steps that were asked for have been delivered; later ones are the successor's."""
         assert successor.from_step is not None, "it has started"
         mib = [round(size / 2**20) for size in (self._growth.settled_bytes, self._growth.now_bytes)]
-        self._retiring, self._feeder, self._successor = self._feeder, successor.feeder, None
-        self._pulse, self._feeder_from = successor.pulse, successor.from_step
+        assert self._pulse is not None, "so has the one before it"
+        self._retiring = self._open_feeder, self._pulse
+        self._feeder, self._pulse, self._feeder_from = successor.feeder, successor.pulse, successor.from_step
+        self._successor = None
         self._growth.begin()
         self._tell(FeederRenewed(from_step=successor.from_step, settled_mib=mib[0], grown_mib=mib[1]))
 

@@ -684,6 +684,31 @@ def test_sizes_that_a_run_decided_on_hold_for_any_feeder_after_it(clips: Path, m
     assert batches_of(resumed, range(8, 12)) == after[4:]
 
 
+def test_sizes_that_are_decided_before_a_prepared_feeder_starts_begin_nothing(clips: Path) -> None:
+    """What it begins at is not known yet: from the first draw on it would walk through all steps of the run."""
+    begun: list[int] = []
+    watched: EngineOf = lambda dataset, config, needs_pixels: Watched(dataset, config, begun, [])  # noqa: E731
+    feeder, started = (feeder_of(two_sources(clips), clips, engine_of=watched) for _ in range(2))
+    record: Any = {"from": 4, "sizes": {"1x64x96": 2, "9x64x96": 1}}
+    feeder.prepare()
+    feeder.resize(record)
+    assert begun == []
+    started.start(0)
+    started.resize(record)
+    for one in (feeder, started):
+        one.start(6, started.token(6))
+    assert begun == [0, 4, 6, 6] and planned(feeder, 6) == planned(started, 6)
+
+
+@pytest.mark.parametrize(("feeders", "known"), [(1, True), (2, False)])
+def test_a_feeder_of_several_does_not_tell_its_memory(feeders: int, known: bool, clips: Path) -> None:
+    """It is not renewed: the others would open their data while the run waits."""
+    data = config(clips)
+    feeder = feeder_of(replace(data, engine=replace(data.engine, feeders=feeders)), clips, engine_of=Engine)
+    feeder.start(0)
+    assert bool(feeder.batches(0).feeder_bytes) is known
+
+
 def test_a_start_tells_what_is_dropped_and_how_often_the_rest_is_drawn(clips: Path, tmp_path: Path) -> None:
     """The job of a user whose clips mostly fit no bucket ended normally, and said nothing."""
     data = config(clips)

@@ -164,8 +164,17 @@ class Feeders:
         self.failed: dict[tuple[object, ...], Exception] = {}
         self.told: list[RunEvent] = []
         growth = Growth(most_bytes=0, settling_steps=2, steady_steps=1)  # over after three steps
+        self.room = 1 << 40
         self.source = StepSource(
-            self._make, Geometry(), "sample", steps, 60.0, nodes=list, growth=growth, tell=self.told.append
+            self._make,
+            Geometry(),
+            "sample",
+            steps,
+            60.0,
+            nodes=list,
+            growth=growth,
+            tell=self.told.append,
+            room=lambda: self.room,
         )
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
@@ -315,3 +324,73 @@ def test_a_feeder_that_freezes_before_it_takes_over_holds_a_run_up_for_no_longer
         assert waited < 100
     assert waited >= 59 and feeders.killed == [feeders.made[1]] and ended == [("n", 1, "then")]
     assert feeders.asked(0, "batches") == list(range(6)), "the one before it goes on"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_steps_that_have_come_long_ago_are_not_missing_when_a_feeder_takes_over(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of the one before was asked for steps ago, as its position is needed, and is dispatched only then."""
+    feeders = Feeders(monkeypatch)
+    feeders.source.open(0)
+    for step in range(12):
+        if step == 4:
+            feeders.late = {(1, "batches", 5)}
+            assert not feeders.source.has(4) and not feeders.source.has(4), "it has just been asked for"
+            feeders.late = set()
+        feeders.run(range(step, step + 1))
+        clock[0] += 400.0
+    assert feeders.told, "one has taken over"
+
+
+def test_a_feeder_that_does_not_start_is_given_up_and_the_one_before_it_goes_on(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeders = Feeders(monkeypatch)
+    feeders.late = {(1, "start", 5)}
+    feeders.source.open(0)
+    feeders.run(range(4))
+    waited = 0
+    while not feeders.source.has(4):
+        feeders.late |= {(0, "batches", 5)} if feeders.killed else set()
+        clock[0], waited = clock[0] + 1.0, waited + 1
+        if waited > 70:
+            feeders.late = set()
+    assert feeders.killed == [feeders.made[1]] and 60 <= waited < 75
+
+
+def test_a_feeder_is_not_renewed_where_two_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    feeders = Feeders(monkeypatch)
+    feeders.room = 1 << 30
+    feeders.source.open(0)
+    feeders.run(range(8))
+    assert len(feeders.made) == 1
+    feeders.room = 1 << 40
+    feeders.run(range(8, 20))
+    assert len(feeders.made) > 1
+
+
+def test_a_feeder_whose_successor_delivers_is_ended_by_its_process_where_it_is_frozen(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("actors.feed.step_source.kill_process", lambda *process: ended.append(process))
+    feeders = Feeders(monkeypatch)
+    feeders.late = {(0, "batches", 1)}
+    feeders.source.open(0)
+    assert not feeders.source.has(0), "it is awaited, and so its process is known"
+    feeders.late = set()
+    feeders.run(range(5))
+    assert feeders.told and feeders.killed == []
+    feeders.late = {(0, "pulse")}
+    for _ in range(70):
+        clock[0] += 1.0
+        feeders.source.has(5)
+    feeders.run(range(5, 6))
+    assert feeders.killed == [feeders.made[0]] and ended == [("n", 0, "then")]
