@@ -97,7 +97,7 @@ def join(
     temp_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Of Ray's files on this machine, removed at the end; its logs stay where the run has failed. "
+            help="Of Ray's files on this machine alone, removed at the end; its logs stay where the run has failed. "
             "Default: a folder of the same name as on the cluster's head, and they stay.",
             show_default=False,
         ),

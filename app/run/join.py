@@ -32,7 +32,7 @@ from actors.outcome import Exit
 from app.run.cluster import ClusterAddress
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
-from app.run.ray_files import remove_ray_files
+from app.run.ray_files import check_no_sessions, remove_ray_files
 from app.run.signals import signals_wait, unwinds_on_signal
 from ops.cores import usable_cores
 
@@ -69,13 +69,20 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
     """Returns the exit code: 0 when told to leave, or when the run has ended; 75 where no cluster came; 1 where this
     machine cannot join. `ended_s`: that a run whose cluster has gone may take to say how it ended.
 
-    Nothing stays in `temp_dir`, but for Ray's logs where this machine could not join, or the run has failed."""
-    code = None
+    Nothing stays in `temp_dir`, but for Ray's logs where this machine could not join, or the run has failed. Raises
+    ConfigError where another Ray has its files there."""
+    if joining.temp_dir is not None:
+        check_no_sessions(joining.temp_dir)
+    could = True
     try:
         code = _join(joining, ended_s)
-    finally:
+        could = code != Exit.FAILURE
+    except Exception:
+        could = False
+        raise
+    finally:  # also by a signal, which is a SystemExit
         if joining.temp_dir is not None:
-            remove_ray_files(joining.temp_dir, logs=code != Exit.FAILURE and not _has_failed(joining))
+            remove_ray_files(joining.temp_dir, logs=could and not _has_failed(joining))
     return code
 
 

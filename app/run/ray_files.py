@@ -7,7 +7,19 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from ops.typed import ConfigError
+
 _NO_SESSIONS = ("ray_current_cluster", "prom_metrics_service_discovery.json")
+
+
+def check_no_sessions(folder: Path) -> None:
+    """Called before Ray starts with this folder as its `--temp-dir`. Raises ConfigError where it has sessions of Ray
+    already: their processes may live, and `remove_ray_files` cannot tell them from its own."""
+    if found := sorted(folder.glob("session_*")):
+        raise ConfigError(
+            f"--temp-dir {folder} has files of another Ray ({found[0].name}), and those of this one are removed at its "
+            f"end; give a folder of its own, or remove that one if no Ray on this machine uses it."
+        )
 
 
 def remove_ray_files(folder: Path, *, logs: bool) -> None:

@@ -23,6 +23,7 @@ from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
 from actors.pool.monitor import Monitor
 from actors.progress import Progress
 from app.run.join import Joining, _drained, join_until_told
+from ops.typed import ConfigError
 from tests.actors.fakes import Handle
 from tests.rays import local_ray
 
@@ -216,6 +217,26 @@ def test_rays_files_go_when_a_machine_is_told_to_leave_and_what_others_have_ther
     (temp / "notes").touch()
     assert join_until_told(Joining(run=tmp_path, wait_s=60, temp_dir=temp)) == 0
     assert [one.name for one in temp.iterdir()] == ["notes"]
+
+
+def test_logs_of_ray_stay_where_a_machine_cannot_even_start_it(
+    tmp_path: Path, cluster_for: Callable[[str], str]
+) -> None:
+    cluster_for(f"{FILES}\nchmod a-x $0\nexit 1")  # the second start is refused by the system
+    temp = tmp_path / "temp"
+    with pytest.raises(PermissionError):
+        join_until_told(Joining(run=tmp_path, wait_s=60, temp_dir=temp), ended_s=0.0)
+    assert (temp / "session_1" / "logs" / "raylet.out").exists() and not list(temp.glob("session_1/ray_spilled*"))
+
+
+def test_a_folder_with_files_of_another_ray_is_refused_and_they_stay(tmp_path: Path) -> None:
+    (socket_file := tmp_path / "session_2026" / "sockets" / "raylet").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to("session_2026")
+    (tmp_path / "ray_current_cluster").touch()
+    with pytest.raises(ConfigError, match=r"has files of another Ray \(session_2026\).*; give a folder of its own"):
+        join_until_told(Joining(cluster="127.0.0.1:9", wait_s=0.0, temp_dir=tmp_path))
+    assert socket_file.exists() and (tmp_path / "session_latest").is_symlink()
+    assert (tmp_path / "ray_current_cluster").exists()
 
 
 def test_a_run_that_ends_while_a_machine_leaves_does_not_end_the_workers_of_another(

@@ -199,6 +199,11 @@ def test_a_node_that_joins_has_rays_files_in_a_folder_of_its_job(tmp_path: Path)
     (tmp_path / "heddle").write_text('#!/bin/sh\necho "$RAY_AUTH_MODE" "$@"\n')
     (tmp_path / "heddle").chmod(0o755)
     given = {**os.environ, "HEDDLE_BIN": str(tmp_path), "SLURM_JOB_ID": "7"}
-    script = ["bash", str(SCRIPTS / "join.sbatch"), "runs/a b", "--leave-s", "9"]
-    told = subprocess.run(script, env=given, check=True, capture_output=True, text=True).stdout
-    assert told == "token workers join --temp-dir /tmp/ray-7 runs/a b --leave-s 9\n"
+    script = tmp_path / "join.sbatch"
+    script.write_text((SCRIPTS / "join.sbatch").read_text().replace("/tmp/ray-", f"{tmp_path}/ray-"))
+    (tmp_path / "ray-7" / "session_1").mkdir(parents=True)  # of a start that was killed
+    (tmp_path / "ray-77").mkdir()
+    command = ["bash", str(script), "runs/a b", "--leave-s", "9"]
+    told = subprocess.run(command, env=given, check=True, capture_output=True, text=True).stdout
+    assert told == f"token workers join --temp-dir {tmp_path}/ray-7 runs/a b --leave-s 9\n"
+    assert [path.name for path in tmp_path.glob("ray-*")] == ["ray-77"]
