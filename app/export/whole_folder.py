@@ -20,7 +20,8 @@ def whole_folder(to: Path, last: str) -> Iterator[Path]:
     name when the block ends, and is removed when the block raises.
 
     An empty folder that is there is not replaced, as a mount point cannot be: the hidden one lies in it, and what it
-    has is moved up in the end, the entry `last` after the others.
+    has is moved up in the end, the entry `last` after the others; copied where the file system renames no folders, as
+    mounts of object storage. Nothing of it stays where that fails.
     """
     target = Path(os.path.realpath(to))  # of a link the folder itself
     there = target.is_dir()
@@ -35,8 +36,18 @@ def whole_folder(to: Path, last: str) -> Iterator[Path]:
     if not there:
         work.rename(target)
         return
-    for entry in sorted(work.iterdir(), key=lambda one: one.name == last):
-        entry.rename(target / entry.name)
+    moved: list[Path] = []
+    try:
+        for entry in sorted(work.iterdir(), key=lambda one: one.name == last):
+            moved.append(target / entry.name)
+            shutil.move(entry, moved[-1], copy_function=shutil.copyfile)
+    except BaseException:
+        for path in (work, *moved):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
     work.rmdir()
 
 

@@ -22,10 +22,10 @@ def write(to: Path) -> None:
         (work / "index").touch()
 
 
-@pytest.mark.parametrize("kind", ["none", "folder", "link", "link to none", "here", "mount"])
+@pytest.mark.parametrize("kind", ["none", "folder", "link", "link to none", "here", "mount", "object storage"])
 def test_all_of_it_stands_there_in_the_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to = real = tmp_path / "out"
-    if kind in ("folder", "here", "mount"):
+    if kind in ("folder", "here", "mount", "object storage"):
         to.mkdir()
     elif kind.startswith("link"):
         real = tmp_path / "disk" / "real"
@@ -36,19 +36,21 @@ def test_all_of_it_stands_there_in_the_end(kind: str, tmp_path: Path, monkeypatc
     if kind == "here":
         monkeypatch.chdir(to)
         to = Path(".")
-    rename, moved = Path.rename, list[str]()
+    rename, moved = os.rename, list[str]()
 
-    def rename_within(path: Path, place: Path) -> Path:
+    def rename_within(path: Path, place: Path) -> None:
         if kind == "mount" and real in (path, place):
             raise OSError(errno.EBUSY, "Device or resource busy")
         moved.append(place.name)
-        return rename(path, place)
+        if kind == "object storage" and path.is_dir():
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+        rename(path, place)
 
     def keep(path: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     rmdir = Path.rmdir
-    monkeypatch.setattr(Path, "rename", rename_within)
+    monkeypatch.setattr(os, "rename", rename_within)
     monkeypatch.setattr(Path, "rmdir", lambda path: keep(path) if path == real else rmdir(path))
     write(to)
     assert sorted(os.listdir(real)) == ["index", "part"] and (to / "part" / "weights").read_text() == "1"
@@ -74,3 +76,19 @@ def test_what_fails_leaves_nothing_and_what_was_killed_does_not_stay(there: bool
     (work / "left").touch()  # by one that was killed
     write(to)
     assert sorted(os.listdir(to)) == ["index", "part"] and os.listdir(tmp_path) == ["out"]
+
+
+def test_what_cannot_be_moved_up_leaves_an_empty_folder_for_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"), whole_folder(tmp_path, "z") as work:
+        for name in ("a", "z"):
+            (work / name).touch()
+        rename = os.rename
+        patch.setattr(os, "rename", lambda path, place: (full if path.name == "z" else rename)(path, place))
+        patch.setattr("shutil.copyfile", full)
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path)
