@@ -364,8 +364,9 @@ def is_folder(uri: str) -> bool:
 
 def list_files(uri: str, recursive: bool = True) -> list[FileStat]:
     """Files of a folder by name; hidden files and folders are left out."""
-    found = _list_local(uri, recursive) if is_local(uri) else _list_remote(uri, recursive)
-    return sorted(found, key=lambda file: file.uri)
+    if is_local(uri):
+        return sorted(_list_local(uri, recursive), key=lambda file: file.uri)
+    return [file for file in _list_remote(uri, recursive) if not _is_hidden(_below(uri, file))]
 
 
 def expand(path: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -445,7 +446,9 @@ def _about(uri: str, retries: int = 4) -> pafs.FileInfo:
     return retried(f"stat {uri}", ask, retries, retry_s=REMOTE_RETRY_S)
 
 
-def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
+def _list_remote(uri: str, recursive: bool) -> list[FileStat]:
+    """By name, hidden ones as well."""
+
     def ask() -> tuple[str, list[pafs.FileInfo]]:
         with _as_os_errors(uri):
             filesystem, path = resolve(uri)
@@ -453,15 +456,23 @@ def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
             return base, filesystem.get_file_info(pafs.FileSelector(base, recursive=recursive))
 
     base, infos = retried(f"list {uri}", ask, retry_s=REMOTE_RETRY_S)
+    found = []
     for info in infos:
         inside = info.path.strip("/").removeprefix(base.strip("/")).lstrip("/")  # fsspec adds a leading slash
-        if info.type == pafs.FileType.File and not _is_hidden(inside.split("/")):
-            yield FileStat(f"{uri.rstrip('/')}/{inside}", info.size, info.mtime_ns or 0)
+        if info.type == pafs.FileType.File:
+            found.append(FileStat(f"{uri.rstrip('/')}/{inside}", info.size, info.mtime_ns or 0))
+    return sorted(found, key=lambda file: file.uri)
+
+
+def _below(uri: str, file: FileStat) -> list[str]:
+    """Names of the folders between `uri` and the file, and its own."""
+    return file.uri[len(uri.rstrip("/")) + 1 :].split("/")
 
 
 def _glob(pattern: str) -> list[str]:
     """Files that a pattern means, by name, the same ones by a path and by a URI: `*` stays within a folder's name, `**`
-    stands for any number of folders. Hidden files and folders below the part without signs are left out."""
+    stands for any number of folders. Below the part without signs a hidden file or folder is meant only where the
+    pattern itself has a "." there."""
     path = local_path(pattern) if is_local(pattern) else pattern
     first = min(path.index(sign) for sign in "*?[" if sign in path)
     fixed, names = parent(path[:first]), path[path.rfind("/", 0, first) + 1 :].split("/")
@@ -470,9 +481,10 @@ def _glob(pattern: str) -> list[str]:
     if is_local(pattern):
         folder = Path(fixed)
         found = [file for file in folder.glob("/".join(names)) if file.is_file()]
-        return sorted(str(file) for file in found if not _is_hidden(file.relative_to(folder).parts))
-    files = list_files(fixed, recursive=len(names) > 1)
-    return [file.uri for file in files if _fits(file.uri[len(fixed.rstrip("/")) + 1 :].split("/"), names)]
+        names = [name for name in names if name not in ("", ".")]  # which a Path drops
+        return sorted(str(file) for file in found if _fits(file.relative_to(folder).parts, names))
+    files = _list_remote(fixed, recursive=len(names) > 1)
+    return [file.uri for file in files if _fits(_below(fixed, file), names)]
 
 
 def _is_hidden(names: Sequence[str]) -> bool:
@@ -480,9 +492,12 @@ def _is_hidden(names: Sequence[str]) -> bool:
 
 
 def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the names of a path are those of a pattern."""
-    if not patterns:
-        return not names
-    if patterns[0] == "**":
-        return any(_fits(names[count:], patterns[1:]) for count in range(len(names)))
-    return bool(names) and fnmatch.fnmatchcase(names[0], patterns[0]) and _fits(names[1:], patterns[1:])
+    """Whether the names of a path are those of a pattern, in which no sign stands for the "." of a hidden one."""
+    if not patterns or not names:
+        return not patterns and not names
+    if patterns[0] == "**" and _fits(names, patterns[1:]):
+        return True
+    if _is_hidden(names[:1]) and not _is_hidden(patterns[:1]):
+        return False
+    rest = patterns if patterns[0] == "**" else patterns[1:]
+    return fnmatch.fnmatchcase(names[0], patterns[0]) and _fits(names[1:], rest)

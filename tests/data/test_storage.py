@@ -40,6 +40,9 @@ def test_files_of_any_name_are_listed_and_read_through_pyarrow(tmp_path: Path, t
     assert expand(f"file://{folder}/100%*", (".mp4",)) == [f"file://{folder}/100%.mp4"]
 
 
+OLD_ONES = ["old/.snapshot/old/01.tar", "old/.snapshot/old/older/02.tar"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "meant"),
     [
@@ -51,6 +54,10 @@ def test_files_of_any_name_are_listed_and_read_through_pyarrow(tmp_path: Path, t
         ("**/*.tar", ["00.tar", "b.tar", "old/01.tar", "old/older/02.tar"]),
         ("o**/**/0*.tar", ["old/01.tar", "old/older/02.tar"]),
         ("old/**", ["old/01.tar", "old/older/02.tar"]),
+        ("*/.snapshot/**/*.tar", ["old/.snapshot/00.tar", "old/.snapshot/b.tar", *OLD_ONES]),
+        ("**/.snap*/*.tar", [".snapshot/00.tar", ".snapshot/b.tar", "old/.snapshot/00.tar", "old/.snapshot/b.tar"]),
+        ("*/._01.tar", ["old/._01.tar"]),
+        ("[.]*/*.tar", []),
     ],
 )
 def test_a_glob_means_the_same_files_by_a_path_and_by_a_uri(tmp_path: Path, pattern: str, meant: list[str]) -> None:
@@ -61,7 +68,17 @@ def test_a_glob_means_the_same_files_by_a_path_and_by_a_uri(tmp_path: Path, patt
             (tree / each).parent.mkdir(parents=True, exist_ok=True)
             (tree / each).touch()
     for root in (str(tree), f"fsspec+file://{tree}"):
-        assert expand(f"{root}/{pattern}", (".tar",)) == [f"{root}/{name}" for name in meant]
+        if meant:
+            assert expand(f"{root}/{pattern}", (".tar",)) == [f"{root}/{name}" for name in meant]
+        else:
+            with pytest.raises(DataError, match="no files"):
+                expand(f"{root}/{pattern}", (".tar",))
+
+
+def test_a_glob_of_a_path_may_go_up_again(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "0.tar").touch()
+    assert expand(f"{tmp_path}/*/.././*.tar", (".tar",)) == [f"{tmp_path}/a/../0.tar"]
 
 
 @pytest.mark.parametrize(
