@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,10 +171,29 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         form = config.checkpoint.lora_files
         print(f"          about {in_words(factors)} of LoRA files in {LORA}/, all kept (checkpoint.lora_files: {form})")
     for aside in later_folders(run_dir(config)):
-        taken = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
-        print(f"          {in_words(taken)} in {aside.name}/, from before the run went back: no retention removes it")
+        taken, linked = _taken(aside)
+        where = f" ({in_words(linked)} of it elsewhere, by links)" if linked else ""
+        print(
+            f"          {in_words(taken)} in {aside.name}/{where}, from before the run went back: no retention "
+            f"removes it"
+        )
     if size * (kept + 1) + factors > free:
         print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
+
+
+def _taken(aside: Path) -> tuple[int, int]:
+    """Bytes of the files in a folder that a run has put aside, and how many of them do not lie in it: its entries may
+    be links to other disks. Files that go meanwhile are left out."""
+    taken = linked = 0
+    for entry in aside.iterdir():
+        place = entry.resolve()
+        inside = [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
+        for path in inside or [place]:
+            with suppress(OSError):
+                size = path.stat().st_size if path.is_file() else 0
+                taken += size
+                linked += size if entry.is_symlink() else 0
+    return taken, linked
 
 
 def lora_bytes(config: RunConfig, dit: DiTConfig) -> int:

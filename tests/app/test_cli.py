@@ -407,10 +407,14 @@ def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, smal
     for steps, mib in ((500, 3), (40, 1)):
         (aside := folder / f"later-than-{steps}-steps" / "checkpoints" / "step-9").mkdir(parents=True)
         (aside / "shard").write_bytes(bytes(mib * 2**20))
+    (other := tmp_path / "disk" / "step-9").mkdir(parents=True)
+    (other / "shard").write_bytes(bytes(2 * 2**20))
+    (folder / "later-than-500-steps" / "samples").symlink_to(other.parent)
+    (folder / "later-than-500-steps" / "lora").symlink_to(tmp_path / "gone")
     _, printed, _ = dry_run(here, start=["--resume"])
-    assert re.findall(r"([\d.]+) MiB in (later-than-\d+-steps)/", printed) == [
-        ("1.0", "later-than-40-steps"),
-        ("3.0", "later-than-500-steps"),
+    assert re.findall(r"([\d.]+) MiB in (later-than-\d+-steps/.*), from", printed) == [
+        ("1.0", "later-than-40-steps/"),
+        ("5.0", "later-than-500-steps/ (2.0 MiB of it elsewhere, by links)"),
     ]
     code, _, err = dry_run(here, "model.dit.num_layers=9", start=["--resume"])
     assert code == 2 and "would train something else" in err and "num_layers 2 -> 9" in err
