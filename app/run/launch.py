@@ -45,7 +45,7 @@ from app.run.controller_process import (
 from app.run.copies import keep_apart
 from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
-from app.run.lock import FolderLock, holder, lock_path
+from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.run.memory import check_memory
 from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, tell_failure, worth_keeping
 from app.run.ray_train import trained
@@ -155,9 +155,11 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
 @contextmanager
 def _told_in(folder: Path | None, begin: float) -> Iterator[None]:
     """What ends a start before its controller is there is in the events of this folder, if any: those of a run that is
-    resumed may be all that is watched. `begin`: unix seconds."""
+    resumed may be all that is watched. `begin`: unix seconds. Those of a run that is alive stay its own."""
     try:
         yield
+    except FolderHeld:
+        raise
     except Exception as error:
         if folder is not None:
             tell_failure(folder, Outcome(code=code_of(error, folder), reason=one_line(error), last_step=-1), begin)

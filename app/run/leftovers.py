@@ -6,10 +6,10 @@ import logging
 import time
 from contextlib import suppress
 
+from app.run.lock import FolderHeld
 from app.run.operator import monitor_of
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
-from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _ALIVE_S = 15.0
 
 
 def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE_S) -> None:
-    """Called before a run starts in an existing folder. Raises ConfigError if the run there is alive. With `overwrite`,
+    """Called before a run starts in an existing folder. Raises FolderHeld if the run there is alive. With `overwrite`,
     ends the actors of an earlier run, which still hold memory in this cluster; else they are found again, and a request
     to stop that the earlier run was killed before it met is dropped. A run whose workers were heard in the last
     `alive_s` has a controller."""
@@ -36,7 +36,7 @@ def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE
     except (LookupError, ray.exceptions.RayError):
         report = None  # its cluster is gone, or it has ended
     if report is not None and any(report.now - seen.at < alive_s for seen in report.seen.values()):
-        raise ConfigError(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
+        raise FolderHeld(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
     if not overwrite:
         if report is not None and report.wishes.stop:
             get(monitor.stopped.remote(), timeout=30)

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from actors.outcome import Outcome
 from app.cli import main
 from app.inputs import shared_cores
+from app.run.lock import FolderHeld
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, one_line
 from app.settings.run_folder import prepare_run_dir
@@ -365,6 +366,23 @@ def test_a_start_that_fails_before_its_controller_is_told_in_the_events_of_the_r
     with pytest.raises(DataError):
         launch.train(DEMO, [*here, "run.name=other"], resume=True)
     assert not (tmp_path / "other").exists(), "a start that came to nothing leaves no folder"
+
+
+def test_a_start_that_is_refused_as_its_run_is_alive_writes_nothing_into_the_events_of_that(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.run import launch
+
+    def alive(config: RunConfig) -> None:
+        raise FolderHeld("the run is alive on this cluster")
+
+    monkeypatch.setattr(launch, "connect", alive)
+    monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
+    here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
+    folder = prepare_run_dir(RunConfig.load(DEMO, here))
+    with pytest.raises(FolderHeld):
+        launch.train(DEMO, here, resume=True)
+    assert not (folder / "events.jsonl").exists()
 
 
 @pytest.mark.parametrize(("code", "told"), [(1, ["Ray Train gave the run up"]), (75, []), (0, [])])

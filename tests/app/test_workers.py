@@ -20,7 +20,7 @@ from actors.progress import Progress
 from app.commands.workers import drain, list_workers, scale, stop, warn_if_quiet
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
-from app.run.lock import FolderLock, lock_path
+from app.run.lock import FolderHeld, FolderLock, lock_path
 from app.run.operator import address_of, answer, how_it_ended
 from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
@@ -160,7 +160,7 @@ def test_a_monitor_that_was_ended_for_memory_is_one_sentence(tmp_path: Path, mon
 def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any]) -> None:
     folder = live_run[0]
     config = RunConfig.load(DEMO, [f"run.dir={folder.parent}", f"run.name={folder.name}"])
-    with pytest.raises(ConfigError, match="is alive on this cluster; end it with"):
+    with pytest.raises(FolderHeld, match="is alive on this cluster; end it with"):
         end_leftovers(config, overwrite=True, alive_s=900.0)  # the workers were heard when this file began
 
 
