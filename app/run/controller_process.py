@@ -25,7 +25,7 @@ from app.records.rundir import METRICS
 from app.records.tails import last_line
 from app.run.asides import RunAsides
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
-from app.run.outcomes import OUTCOME, EndedRun, ended_run, tell_failure, write_outcome
+from app.run.outcomes import OUTCOME, EndedRun, ended_run, tell_failure, told_so_far, write_outcome
 from app.run.recorder import Recorder
 from app.run.succession import Succession
 from app.sampling.live import LiveSamples
@@ -102,7 +102,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     from actors.run.rescue import rescue
 
     folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
-    begin = time.time()
+    begin = told_so_far(folder)
     controller: Controller | None = None
     try:
         guard()

@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +46,7 @@ from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.run.memory import check_memory
-from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, tell_failure, worth_keeping
+from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, tell_failure, told_so_far, worth_keeping
 from app.run.ray_train import trained
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig, check_read, from_here
@@ -112,8 +111,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
         _say_before(config, resume=resume)
         for said in filter(None, (begins, decided)):
             _note(said)
-        begin = time.time()
-        with _told_in(folder if resume and not fresh else None, begin):
+        with _told_in(folder if resume and not fresh else None):
             _check_files(config)  # before Ray starts, and an earlier run's files go
             say("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", sys.stdout)
             try:
@@ -140,6 +138,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
                 predecessor.release()
                 check_capacity(config)
                 note_start(folder)
+                begin = told_so_far(folder)
                 outcome = trained(config, folder, lock.token, changes, _note, signals)
             finally:
                 signals.over()
@@ -153,9 +152,10 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
 
 
 @contextmanager
-def _told_in(folder: Path | None, begin: float) -> Iterator[None]:
+def _told_in(folder: Path | None) -> Iterator[None]:
     """What ends a start before its controller is there is in the events of this folder, if any: those of a run that is
-    resumed may be all that is watched. `begin`: unix seconds. Those of a run that is alive stay its own."""
+    resumed may be all that is watched. Those of a run that is alive stay its own."""
+    begin = told_so_far(folder) if folder is not None else 0
     try:
         yield
     except FolderHeld:

@@ -15,12 +15,13 @@ from actors.records.events import RunFailed
 from app.records.rundir import METRICS
 from app.records.tails import backwards, last_line, number_in
 from app.settings.run_folder import CONFIG
-from ops.line_file import LineFile
+from ops.line_file import LineFile, end_of_whole_lines
 from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
 OUTCOME = "outcome.json"
+_EVENTS = "events.jsonl"
 ALL_HAPPENED = "all that was to happen to it has"  # why `heddle prove` ends its first run, which nobody continues
 FAILED = (Exit.FAILURE, Exit.USAGE, Exit.PLAN, Exit.DATA)  # exit codes of runs that somebody has to look at
 START_NOTE = "HEDDLE_START_NOTE"  # environment: a file for scripts that start a run again; see `note_start`
@@ -61,16 +62,26 @@ def has_ended(folder: Path, token: str) -> bool:
     return read_outcome(folder, token) is not None
 
 
-def tell_failure(folder: Path, outcome: Outcome, since: float) -> None:
-    """Into events.jsonl, unless a recorder has told of a failure there from `since` (unix seconds) on: what fails
-    before one is open, or after it was lost, would be seen by nobody who watches the file. Only where the folder is
-    that of a run already: a start that came to nothing leaves none."""
+def told_so_far(folder: Path) -> int:
+    """Bytes of the whole lines of the run's events.jsonl; 0 without one."""
+    try:
+        with (folder / _EVENTS).open("rb") as file:
+            return end_of_whole_lines(file)
+    except OSError:
+        return 0
+
+
+def tell_failure(folder: Path, outcome: Outcome, since: int) -> None:
+    """Into events.jsonl, unless a recorder has told of a failure there after byte `since` (`told_so_far` at the begin,
+    for clocks of two machines are not compared): what fails before one is open, or after it was lost, would be seen by
+    nobody who watches the file. Only where the folder is that of a run already: a start that came to nothing leaves
+    none."""
     if outcome.code not in FAILED or not (folder / CONFIG).is_file():
         return
-    path = folder / "events.jsonl"
+    path = folder / _EVENTS
     try:
-        for _, line in backwards(path):
-            if number_in(line, "time", since) < since:
+        for at, line in backwards(path):
+            if at < since:
                 break
             if line.get("event") == RunFailed.event:
                 return

@@ -18,7 +18,7 @@ from actors.outcome import Outcome
 from actors.records.events import RunFailed
 from app.run.controller_process import ControllerStart, code_of, controller_loop
 from app.run.lock import FolderLock, lock_path
-from app.run.outcomes import OUTCOME, START_NOTE, note_start, read_outcome, tell_failure, worth_keeping
+from app.run.outcomes import OUTCOME, START_NOTE, note_start, read_outcome, tell_failure, told_so_far, worth_keeping
 from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from data.errors import DataIOError
@@ -127,24 +127,34 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 
 
 @pytest.mark.parametrize(
-    ("events", "code", "expected"),
+    ("before", "events", "code", "expected"),
     [
-        ([], 1, ["why"]),
-        ([{"time": 50.0, "event": "fail", "why": "of an earlier start"}], 4, ["of an earlier start", "why"]),
-        ([{"time": 150.0, "event": "fail", "why": "told"}, {"time": 160.0, "event": "checkpoint"}], 1, ["told"]),
-        ([], 0, []),
-        ([], 75, []),
+        ([], [], 1, ["why"]),
+        (["of an earlier start, whose clock is ahead"], [], 4, ["of an earlier start, whose clock is ahead", "why"]),
+        (
+            ["earlier"],
+            [{"time": 50.0, "event": "fail", "why": "told"}, {"event": "checkpoint"}],
+            1,
+            ["earlier", "told"],
+        ),
+        ([], [{"time": 150.0, "event": "fail", "why": "told"}], 1, ["told"]),
+        ([], [], 0, []),
+        ([], [], 75, []),
     ],
 )
 def test_a_failure_that_no_recorder_has_told_of_is_added_to_the_events_of_a_run(
-    tmp_path: Path, events: list[dict[str, object]], code: int, expected: list[str]
+    tmp_path: Path, before: list[str], events: list[dict[str, object]], code: int, expected: list[str]
 ) -> None:
+    assert told_so_far(tmp_path) == 0, "there is no file"
     file = tmp_path / "events.jsonl"
-    file.write_text("".join(f"{json.dumps(event)}\n" for event in events) + '{"torn')
-    tell_failure(tmp_path, Outcome(code=code, reason="why", last_step=-1), since=100.0)
-    assert file.read_text().count("\n") == len(events), "this is the folder of no run"
+    earlier = [{"time": 9e9, "event": "fail", "why": why} for why in before]
+    file.write_text("".join(f"{json.dumps(event)}\n" for event in earlier) + f'{{"torn{" " * 99}')
+    begin = told_so_far(tmp_path)
+    file.write_text("".join(f"{json.dumps(event)}\n" for event in [*earlier, *events]) + '{"torn')  # the half line goes
+    tell_failure(tmp_path, Outcome(code=code, reason="why", last_step=-1), begin)
+    assert file.read_text().count("\n") == len([*earlier, *events]), "this is the folder of no run"
     (tmp_path / "config.yaml").touch()
-    tell_failure(tmp_path, Outcome(code=code, reason="why", last_step=-1), since=100.0)
+    tell_failure(tmp_path, Outcome(code=code, reason="why", last_step=-1), begin)
     found = [json.loads(text) for text in file.read_text().splitlines() if not text.endswith("torn")]
     assert [event["why"] for event in found if event["event"] == "fail"] == expected
 
