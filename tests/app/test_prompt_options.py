@@ -389,7 +389,7 @@ class Crew:
     def __init__(self, worker: ClipWorker, job: ClipJob) -> None:
         self.worker, self.job, self.counts = worker, job, list[int]()
 
-    def encode(self, prompts: list[str], first: list[np.ndarray | None], count: int) -> list[Any]:
+    def encode(self, prompts: list[str], first: list[np.ndarray | None], count: int, max_losses: int) -> list[Any]:
         self.counts.append(count)
         return list(self.worker.encode(self.job, prompts, first))
 
@@ -400,7 +400,7 @@ def test_workers_that_share_prompts_make_each_with_its_own_settings(folder: Path
     expected = clips_of(saved, LINES, settings)
     worker, job = ClipWorker(), ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=settings)
     crew: Any = Crew(worker, job)
-    encoded = crews.EncodedJob.of(crew, LINES, [], [0, 1, 2, 3, 4])
+    encoded = crews.EncodedJob.of(crew, LINES, [], [0, 1, 2, 3, 4], 3)
     assert crew.counts == [5 + 4], "a negative prompt for each group"
     worker.load(job)
     queue = PromptQueue(5, (), 4)

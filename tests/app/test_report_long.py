@@ -141,15 +141,15 @@ def test_a_curve_is_binned_like_one_that_is_held_whole() -> None:
 
 
 def test_one_step_of_a_long_run_is_seen_in_its_curve_and_named() -> None:
-    steps = StepTotals(200_000)
-    for step in range(200_000):
-        loss = 9.5 if step == 133_333 else 1.0 + step % 2 / 10
+    steps = StepTotals(60_000)
+    for step in range(60_000):
+        loss = 9.5 if step == 43_333 else 1.0 + step % 2 / 10
         steps.add(metrics_of({"step": step, "time": float(step), "loss": loss, "step_s": 1.0}))
     curve = steps.curves["loss"]
-    assert len(curve.ranges) == len(curve.ys) == MAX_POINTS and max(curve.ys) < 1.1
+    assert len(curve.ranges) == len(curve.ys) == MAX_POINTS and max(curve.ys) < 1.2
     assert sorted(set(curve.ranges)) == [(1.0, 1.1), (1.0, 9.5)]
     text = loss_html(steps)
-    assert text.count('class="band') == 1 and "the highest is 9.5 at step 133,333" in text
+    assert text.count('class="band') == 1 and "the highest is 9.5 at step 43,333" in text
     flat = re.findall(r'd="M[\d.]+ ([\d.]+)', text.split("band")[1])
     assert flat and all(float(y) > 20 for y in flat), "it does not press the curve flat"
 
