@@ -6,7 +6,7 @@
 # make lowest  tests with the oldest versions that pyproject.toml takes, in .cache/lowest (fetches gigabytes)
 # make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)
 # make lint   ruff and mypy
-# make bench  the benchmarks whose figures stand in docs/results.md
+# make bench  eight of the benchmarks whose figures stand in docs/results.md; heddle bench --help has all
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
