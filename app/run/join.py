@@ -60,9 +60,7 @@ class Joining:
     wait_s: float = 3600.0  # for a cluster to answer
     leave_s: float = 120.0  # for workers to finish
     to_the_end: bool = False  # of the cluster: signals are those of the run, which ends by them
-    temp_dir: Path | None = (
-        None  # of Ray's files on this machine, which go at the end; None: where the head has its own
-    )
+    temp_dir: Path | None = None  # of Ray's files here, which go at the end; None: where the head has its own
 
 
 def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:

@@ -390,7 +390,7 @@ def test_a_worker_that_dies_over_the_prompts_is_replaced_and_as_many_as_a_prompt
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_of_many_prompts_none_is_lost_or_made_twice_when_a_worker_dies_over_one(tmp_path: Path) -> None:
-    """And the last line says how busy each worker was; what that comes to, `heddle bench sampling` measures."""
+    """And the last line says how busy each worker was."""
     folder = write_checkpoint(tmp_path, tiny_run())
     diary, prompts = tmp_path / "diary", [f"a disc number {number}" for number in range(64)]
     diary.mkdir()
@@ -523,6 +523,19 @@ def test_a_worker_that_hangs_alone_is_ended_and_its_prompt_made_by_another(monke
     spreading._Apart(crew, PromptQueue(5, (), 1), crew, lambda chunk, made: kept.extend(chunk), print).make()
     assert sorted(kept) == [0, 1, 2, 3, 4] and len(crew.ended) == 1
     assert crew.now < 900 + 12 * 100
+
+
+def test_no_worker_waits_for_another_while_prompts_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clips take three times as long, and one worker hangs."""
+    takes = {**{(prompt, 1): 300.0 for prompt in range(0, 80, 7)}, (10, 1): 1e9}
+    crew: Any = HangingCrew(monkeypatch, takes)
+
+    def made(answer: Any) -> list[Any]:
+        return [] if answer[1] is None else [SimpleNamespace(seconds=takes.get(answer[1], 100.0))]
+
+    monkeypatch.setattr(spreading, "get", made)
+    occupancy = spreading._Apart(crew, PromptQueue(80, (), 1), crew, lambda chunk, clips: None, print).make()
+    assert len(crew.ended) == 1 and len(occupancy.shares()) == 3 and min(occupancy.shares()) > 0.99
 
 
 @pytest.mark.parametrize("make", ["together", "apart"])
