@@ -27,11 +27,11 @@ from typing import IO
 from actors.records.events import GenerationFormed
 from app.records.rundir import METRICS, RunDir
 from app.records.tails import last_line, number_in
-from app.run.apart import ROOT
 from app.run.fault import kill_worker, seated
 from app.run.operator import answer, monitor
 from app.run.outcomes import ALL_HAPPENED
 from app.run.signals import signals_wait
+from ops.code_path import code_path
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -79,11 +79,10 @@ class Disturber:
         self._leaves = False
 
     def __enter__(self) -> Disturber:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with signals_wait():
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "app.proof.disturbance", *self._words],
-                env={**os.environ, "PYTHONPATH": path},
+                [sys.executable, "-P", "-m", "app.proof.disturbance", *self._words],
+                env={**os.environ, "PYTHONPATH": code_path()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

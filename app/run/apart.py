@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
+from ops.code_path import code_path
+
 LIFELINE = "HEDDLE_LIFELINE"  # number of the inner process's end of the pipe
-ROOT = Path(__file__).resolve().parents[2]
 _joined = False
 _came = 0
 POLL_S = 0.05
@@ -52,7 +52,7 @@ def run_apart(arguments: Sequence[str]) -> int:
     environment = {
         **os.environ,
         LIFELINE: str(inner_end),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": code_path(),
     }
     sys.stdout.flush()
     earlier = {number: signal.getsignal(number) for number in SIGNALS}
@@ -73,7 +73,7 @@ def run_apart(arguments: Sequence[str]) -> int:
     try:
         try:
             process = subprocess.Popen(
-                [sys.executable, *arguments], env=environment, pass_fds=[inner_end], start_new_session=True
+                [sys.executable, "-P", *arguments], env=environment, pass_fds=[inner_end], start_new_session=True
             )
         finally:
             os.close(inner_end)

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
-from app.run.cluster import ROOT, must_answer, not_let_in, shut_down_ray, start_ray_here
+from app.run.cluster import init_ray, must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal, while_ray_starts
+from ops.code_path import code_path
 
 
 @contextmanager
@@ -18,15 +19,14 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     """The cluster at `address` (or RAY_ADDRESS), else one of this machine with `cpus` logical CPUs and all its GPUs.
     Raises ConfigError where no cluster answers."""
     with unwinds_on_signal() as put_back:
-        import ray  # takes a while, in which a signal may come
+        import ray  # noqa: F401  (takes a while, in which a signal may come)
 
-        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         start = partial(
-            ray.init,
+            init_ray,
             log_to_driver=False,
             logging_level=logging.WARNING,
             namespace=NAMESPACE,
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
+            runtime_env={"env_vars": {"PYTHONPATH": code_path()}},
         )
         try:
             with while_ray_starts(put_back):

@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig, check
+from ops.code_path import ROOT, code_path
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "cluster.json"
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 _TRAIN_LOOK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"  # Ray's 2 s are what a run's end waits for Ray Train to see it
@@ -105,10 +105,8 @@ class ClusterAddress:
 
 def connect(config: RunConfig) -> None:
     """Join the cluster that this process runs on, or start one here that fits the run."""
-    import ray
-
     start = partial(
-        ray.init,
+        init_ray,
         log_to_driver=os.environ.get("HEDDLE_WORKER_LOGS", "") not in ("", "0"),
         logging_level=logging.WARNING,
         namespace=NAMESPACE,
@@ -130,12 +128,21 @@ def connect(config: RunConfig) -> None:
     start_ray_here(partial(start, num_cpus=cpus, dashboard_host="127.0.0.1"))
 
 
+def init_ray(**options: Any) -> None:
+    """`ray.init`, called in Heddle's own folder: Ray has the workers of a job import from the folder in which it is
+    called before any other, where somebody's app.py or data.py would be taken for ours."""
+    import ray
+
+    with chdir(ROOT):
+        ray.init(**options)
+
+
 class RayNotStarted(RuntimeError):
     """No Ray came up on this machine."""
 
 
 def start_ray_here(start: Callable[..., object]) -> None:
-    """A Ray of this machine, for this process; `start` is `ray.init` with all but its address. Raises ConfigError where
+    """A Ray of this machine, for this process; `start` is `init_ray` with all but its address. Raises ConfigError where
     the path of its temporary folder is too long for its sockets, RayNotStarted where it does not come up twice."""
     import ray
 
@@ -169,7 +176,7 @@ def _worker_environment() -> dict[str, str]:
         "RAY_TRAIN_V2_ENABLED": "1",
         _TRAIN_LOOK: os.environ.get(_TRAIN_LOOK, "0.5"),
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": code_path(),
     }
 
 

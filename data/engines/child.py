@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -28,12 +27,12 @@ from data.decode import caption_or_empty, fault_of
 from data.errors import DataIOError
 from data.ledger import Fault, Reason
 from data.types import Batch, DecodeJob
+from ops.code_path import code_path
 
 HEADER = struct.Struct("<Q")
 START_SECONDS = 120.0  # a decode process comes up in one second, on a busy machine in many
 READY = "ready"
 PIPE_BYTES = 1 << 20  # the most that Linux grants everyone
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class DecoderDied(RuntimeError):
@@ -105,13 +104,12 @@ class DecodeProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            paths = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
             # pickles travel only between this process and its own child
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "data.engines.child"],
+                [sys.executable, "-P", "-m", "data.engines.child"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, "PYTHONPATH": code_path()},
             )
             assert self._process.stdout is not None
             with contextlib.suppress(OSError, AttributeError):  # too many pipes, not Linux: 64 KiB do, slower

@@ -263,3 +263,17 @@ def test_the_settings_choose_the_engine(clips: Path) -> None:
     engine.stop()
     other = make_engine(data, replace(data.config, engine=replace(data.config.engine, kind="ray")))
     assert type(other).__name__ == "RayEngine"
+
+
+def test_a_module_in_the_current_folder_is_not_taken_for_ours(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference(clips, 0, 2)
+    (tmp_path / "data.py").write_text("raise SystemExit('the user has a module of this name')\n")
+    monkeypatch.chdir(tmp_path)
+    engine = PoolEngine(dataset(clips, workers=1))
+    engine.start(0)
+    try:
+        assert drain(engine, 0, 2) == expected
+    finally:
+        engine.stop()

@@ -1,0 +1,18 @@
+"""Where the processes that a command starts import from."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # the folder of app, actors, data and ops
+
+
+def code_path() -> str:
+    """PYTHONPATH for a process that is started with `python -P`: Heddle, then the caller's PYTHONPATH, then the current
+    folder, which may have a decoder of the user's own. It comes last, as an app.py or data.py there is not ours."""
+    folders = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    with suppress(FileNotFoundError):  # the current folder was removed
+        folders.append(os.getcwd())
+    return os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))

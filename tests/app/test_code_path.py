@@ -1,0 +1,58 @@
+"""A user's app.py, actors.py, data.py or ops.py in the current folder is never taken for Heddle's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.code_path import ROOT
+
+OURS = ("app", "actors", "data", "ops")
+# As `heddle` does, whose path does not begin with the current folder.
+ALONE = [sys.executable, "-P", "-c"]
+WORKER = """
+import ray
+from app.run.borrowed_ray import borrowed_ray
+
+def places():
+    import app, data, decoders
+    return app.__file__, data.__file__, decoders.MINE
+
+with borrowed_ray(None, 1):
+    print(*ray.get(ray.remote(places).remote()))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in OURS:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user has a module of this name')\n")
+    (tmp_path / "decoders.py").write_text("MINE = 'mine'\n")
+    return tmp_path
+
+
+def printed(code: str, folder: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([*ALONE, code], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_process_of_its_own_runs_heddle(folder: Path) -> None:
+    assert (
+        "usage"
+        in printed(
+            "from app.run.apart import run_apart; raise SystemExit(run_apart(['-m', 'app.train', '--help']))", folder
+        ).lower()
+    )
+
+
+def test_workers_of_ray_import_heddle_and_then_what_is_in_the_current_folder(folder: Path) -> None:
+    app, data, mine = printed(WORKER, folder).split()
+    assert [Path(app).parents[1], Path(data).parents[1]] == [ROOT, ROOT]
+    assert mine == "mine"
