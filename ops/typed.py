@@ -17,7 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<
+_DATE = "tag:yaml.org,2002:timestamp"  # of 2025-11-29
 
 
 class ConfigError(ValueError):
@@ -40,6 +41,7 @@ class Node:
 
     value: object
     where: str = ""  # "demo.yaml:12", or "--set"
+    written: str = ""  # a number as it stands there: as a text, 1.10 is not 1.1, nor 010 eight
 
     def at(self) -> str:
         return f" ({self.where})" if self.where else ""
@@ -89,12 +91,12 @@ def _convert(node: yaml.Node, name: str) -> Node:
                 raise ConfigError(
                     f"key {key!r} appears twice in one mapping ({name}:{key_node.start_mark.line + 1}); remove one."
                 )
-            value = _convert(value_node, name)
-            result[key] = Node(value.value, f"{name}:{key_node.start_mark.line + 1}" if name else "")
+            place = f"{name}:{key_node.start_mark.line + 1}" if name else ""
+            result[key] = replace(_convert(value_node, name), where=place)
         return Node({**merged, **result}, where)
     if isinstance(node, yaml.SequenceNode):
         return Node([_convert(child, name) for child in node.value], where)
-    return Node(_scalar(node), where)
+    return Node(_scalar(node, where), where, node.value)
 
 
 def _merged(node: yaml.Node, name: str) -> dict[str, Node]:
@@ -108,11 +110,18 @@ def _merged(node: yaml.Node, name: str) -> dict[str, Node]:
     return result
 
 
-def _scalar(node: yaml.Node) -> object:
+def _scalar(node: yaml.Node, where: str) -> object:
+    if node.tag == _DATE:  # no setting is one
+        return node.value
     loader = yaml.SafeLoader("")
     try:
         value: object = loader.construct_object(node)
         return value
+    except (ValueError, KeyError):  # 0x_, !!bool maybe, thousands of digits
+        kind = node.tag.rpartition(":")[2]
+        raise ConfigError(
+            f"{where or 'the value'}: {node.value[:40]!r} is no {kind} of YAML; put a text in quotation marks."
+        ) from None
     finally:
         loader.dispose()
 
@@ -294,7 +303,7 @@ def _plain_value(kind: object, node: Node, path: str) -> object:
         if isinstance(value, str):
             return value
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)  # `name: 2024` means the text
+            return node.written or str(value)  # `name: 2024` means the text
         raise _wrong(path, node, "text")
     if kind is type(None):
         if value is None:

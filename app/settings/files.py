@@ -12,6 +12,7 @@ neither torch nor Ray.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ops.typed import AUTO, ConfigError, Node, as_auto, parse, plain
@@ -104,4 +105,4 @@ def _mark(node: Node) -> Node:
         return Node({key: _mark(child) for key, child in node.value.items()}, _SET)
     if isinstance(node.value, list):
         return Node([_mark(child) for child in node.value], _SET)
-    return Node(node.value, _SET)
+    return replace(node, where=_SET)

@@ -445,6 +445,45 @@ def test_a_name_is_as_long_as_the_files_named_after_it_may_be(tmp_path: Path) ->
         load(tmp_path, "", f"run.name={longest}n")
 
 
+@pytest.mark.parametrize("name", ["010", "1.10", "1e3", "12:30:45", "1_000", "2025-11-29", "2025-11-31", "007"])
+def test_a_name_that_looks_like_a_number_or_a_date_keeps_its_spelling(tmp_path: Path, name: str) -> None:
+    given = load(tmp_path, "", f"run.name={name}")
+    assert given.run.name == RunConfig.load(write(tmp_path, f"run: {{name: {name}}}\n"), ()).run.name == name
+    assert RunConfig.from_yaml(given.to_yaml()).run.name == name
+
+
+@pytest.mark.parametrize("value", ["0x_", "!!int x", "!!bool maybe", "1" * 5000])
+def test_a_value_that_yaml_itself_cannot_read_is_a_sentence(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the value: '.* is no (int|bool) of YAML; put a text in quotation marks"):
+        load(tmp_path, "", f"run.name={value}")
+
+
+def test_overwriting_a_linked_folder_empties_the_one_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "demo").symlink_to(tmp_path / "elsewhere")
+    config = load(tmp_path, "", "run.name=demo", f"run.dir={tmp_path}")
+    folder = prepare_run_dir(config)
+    (folder / "checkpoints" / "step-9").mkdir(parents=True)
+    prepare_run_dir(config, overwrite=True)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_whose_emptying_was_interrupted_may_be_emptied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(tmp_path, "", f"run.dir={tmp_path}")
+    folder = prepare_run_dir(config)
+    (folder / "checkpoints" / "step-9").mkdir(parents=True)
+
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("app.settings.run_folder.shutil.rmtree", interrupted)
+        prepare_run_dir(config, overwrite=True)
+    assert [path.name for path in prepare_run_dir(config, overwrite=True).iterdir()] == ["config.yaml"]
+
+
 def test_a_run_is_not_written_to_a_uri(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir 's3://b/runs' is a URI; a run folder is a local or shared one"):
         load(tmp_path, "", "run.dir=s3://b/runs")
