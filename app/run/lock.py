@@ -56,7 +56,9 @@ class Stamp:
 
 
 def lock_path(folder: Path, role: str) -> Path:
-    """The lock's path beside the folder, so that the lock also covers creating and emptying the folder."""
+    """The lock's path beside the folder, so that the lock also covers creating and emptying the folder. It is the same
+    by whatever links the folder is reached."""
+    folder = Path(os.path.realpath(folder))
     return folder.parent / f".{folder.name}.{role}.lock"
 
 

@@ -35,6 +35,7 @@ class Succession:
     (`heed`)."""
 
     def __init__(self, folder: Path, token: str) -> None:
+        folder = Path(os.path.realpath(folder))  # as its locks
         self._path = folder.parent / f".{folder.name}.successor"
         self._mine = Asked(token=token, host=socket.gethostname(), pid=os.getpid())
         self._asked = False

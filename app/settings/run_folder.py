@@ -64,11 +64,22 @@ def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = F
     """
     folder = check_run_dir(config, resume, overwrite)
     if overwrite and folder.is_dir():
-        shutil.rmtree(folder)
+        _empty(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (resume and (folder / CONFIG).is_file()):
         save_config(config, folder)
     return folder
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a run's folder, which may be a link or a mount point, and config.yaml last: until then it is
+    the folder of a run, which the next start may empty."""
+    entries = sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG)
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def save_config(config: RunConfig, folder: Path) -> bool:

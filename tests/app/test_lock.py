@@ -60,6 +60,17 @@ def test_a_live_run_is_not_joined_and_is_named(path: Path) -> None:
     assert exit_code(refused.value) == Exit.USAGE and f"process {process.pid} on " in str(refused.value)
 
 
+def test_a_folder_that_is_reached_by_a_link_has_one_lock(tmp_path: Path) -> None:
+    (tmp_path / "scratch" / "demo").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(tmp_path / "scratch" / "demo")
+    by_link = lock_path(tmp_path / "runs" / "mine", "driver")
+    with FolderLock(lock_path(tmp_path / "scratch" / "demo", "driver")) as first, FolderLock(by_link) as second:
+        first.take(0.0, ignore)
+        with pytest.raises(FolderHeld):
+            second.take(0.0, ignore)
+
+
 def test_a_killed_run_blocks_nobody(path: Path) -> None:
     with other_process(path) as process:
         process.kill()

@@ -26,9 +26,9 @@ from app.proof import command, disturbance
 from app.proof.command import prove, settings_of
 from app.proof.disturbance import Act, Disturber, acts
 from app.proof.verdict import sentences, table, verdict, weights_apart
-from ops.code_path import ROOT
 from app.run.fault import kill_worker, seated
 from app.settings.config import RunConfig
+from ops.code_path import ROOT
 from ops.config import OptimizerConfig, ProdigyConfig
 from ops.shards import Distance, ShardState
 from ops.typed import ConfigError
