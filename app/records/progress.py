@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from typing import IO
@@ -11,6 +12,18 @@ from actors.records.metrics_line import StepMetrics
 from ops.counted import counted
 
 _BAR_FITS = 130  # columns of a terminal that has room for the bar beside all figures
+_SPEED_S = 3600.0  # the time left follows from the steps of so long: those of large models take minutes
+
+
+def say(text: str, stream: IO[str]) -> None:
+    """Print a line. Where its reader has gone (`heddle train ... | head`) nothing is shown from then on: a run does not
+    fail for that."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # what is still in the buffer goes there, too
+        os.close(nowhere)
 
 
 class ProgressLine:
@@ -23,7 +36,7 @@ class ProgressLine:
         self._started = time.monotonic()
         self._first_step: int | None = None
         self._printed = -math.inf
-        self._bar = _RichBar(total_steps, self._stream) if self._stream.isatty() else None
+        self._bar = _RichBar(total_steps, self._stream) if _moves(self._stream) else None
 
     def show(self, line: StepMetrics) -> None:
         """Show a step that has been written."""
@@ -37,11 +50,7 @@ class ProgressLine:
         if now - self._printed < self._interval_s and not last:
             return
         self._printed = now
-        print(
-            f"step {line.step + 1}/{self.total_steps}  {figures(line)}{self._left(line.step, now)}",
-            file=self._stream,
-            flush=True,
-        )
+        say(f"step {line.step + 1}/{self.total_steps}  {figures(line)}{self._left(line.step, now)}", self._stream)
 
     def _left(self, step: int, now: float) -> str:
         assert self._first_step is not None
@@ -55,11 +64,18 @@ class ProgressLine:
         if self._bar is not None:
             self._bar.say(text)
         else:
-            print(text, file=self._stream, flush=True)
+            say(text, self._stream)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _moves(stream: IO[str]) -> bool:
+    """Whether a line of the stream can be written over: not in a file, nor in a terminal of Emacs (TERM=dumb)."""
+    from rich.console import Console
+
+    return stream.isatty() and Console(file=stream).is_interactive
 
 
 class _RichBar:
@@ -79,6 +95,7 @@ class _RichBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             console=console,
+            speed_estimate_period=_SPEED_S,
             expand=True,  # what is left belongs to the figures
         )
         self._bar.start()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
@@ -24,6 +24,7 @@ from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
 from app.inputs.synthetic import make_missing
+from app.records.progress import say
 from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     check_capacity,
@@ -164,17 +165,6 @@ def _told_in(folder: Path | None) -> Iterator[None]:
         if folder is not None:
             tell_failure(folder, Outcome(code=code_of(error, folder), reason=one_line(error), last_step=-1), begin)
         raise
-
-
-def say(text: str, stream: TextIO) -> None:
-    """Print a line. Where its reader has gone (`heddle train ... | head`) nothing is shown from then on: a run does not
-    fail for that."""
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())  # what is still in the buffer goes there, too
-        os.close(nowhere)
 
 
 def last_words(outcome: Outcome, folder: Path) -> str:

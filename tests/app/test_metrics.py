@@ -363,12 +363,18 @@ def test_plain_lines_are_rare_but_the_last_one_always_comes() -> None:
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "100/100"]
 
 
-def test_a_terminal_gets_one_line_that_moves() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    stream = Terminal()
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    return Terminal()
+
+
+def test_a_terminal_gets_one_line_that_moves(stream: Terminal) -> None:
     progress = ProgressLine(3, stream)
     for step in range(3):
         progress.show(line(step, loss=0.5, step_s=1.25, workers=2))
@@ -381,14 +387,9 @@ def test_a_terminal_gets_one_line_that_moves() -> None:
 
 @pytest.mark.parametrize(("columns", "bar", "last"), [(80, False, "3.11 s/step"), (140, True, "8 workers")])
 def test_a_narrow_terminal_keeps_the_step_the_times_and_the_first_figures(
-    columns: int, bar: bool, last: str, monkeypatch: pytest.MonkeyPatch
+    columns: int, bar: bool, last: str, stream: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("COLUMNS", str(columns))
-    stream = Terminal()
     progress = ProgressLine(10000, stream)
     shown = {"grad_norm": 0.41234, "step_s": 3.11, "tokens_per_s": 45234.0, "idle_ratio": 0.12, "workers": 8}
     progress.show(line(1199, loss=0.112, **shown))
@@ -396,6 +397,28 @@ def test_a_narrow_terminal_keeps_the_step_the_times_and_the_first_figures(
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()[-1]
     assert len(text.rstrip()) <= columns and ("━" in text) == bar
     assert re.search(r"step 1200/10000 .*\d:\d\d:\d\d < \S+ +loss 0\.1120  grad norm 0\.412  .*" + last, text)
+
+
+def test_a_terminal_that_writes_over_nothing_gets_plain_lines(
+    stream: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    progress = ProgressLine(3, stream)
+    progress.show(line(0, loss=0.5))
+    assert stream.getvalue() == "step 1/3  loss 0.5000\n"
+    progress.close()
+
+
+def test_steps_of_minutes_have_a_time_left(stream: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: now[0])
+    progress = ProgressLine(10, stream)
+    for step in range(3):
+        now[0] = 60.0 * (step + 1)
+        progress.show(line(step, loss=0.5))
+    progress.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()[-1]
+    assert re.search(r"step 3/10 .*0:03:00 < 0:07:00", text), text
 
 
 def test_figures_say_when_a_loss_is_not_finite() -> None:

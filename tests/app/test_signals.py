@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from actors.outcome import Outcome
+from app.records.progress import say
 from app.run import cluster, strategies
 from app.run import signals as module
-from app.run.launch import last_words, say
+from app.run.launch import last_words
 from app.run.outcomes import ALL_HAPPENED
 from app.run.signals import STOP, RunSignals, while_ray_starts
 
