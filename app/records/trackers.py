@@ -274,8 +274,7 @@ class MlflowTracker:
         self._client: MlflowClient = MlflowClient(tracking_uri=uri)
         known = folder / MLFLOW_ID
         self._run = id_in(known)
-        if self._run:
-            self._client.update_run(self._run, status="RUNNING")
+        if self._run and self._goes_on():
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "heddle")
         experiment = self._client.get_experiment_by_name(name)
@@ -287,6 +286,17 @@ class MlflowTracker:
         self._run = made.info.run_id
         write_whole(known, self._run)
         self._tell(config)
+
+    def _goes_on(self) -> bool:
+        """Whether the server has the run of an earlier start, which goes on there: one that began without a server, or
+        on another, has another id here."""
+        try:
+            self._client.update_run(self._run, status="RUNNING")
+        except Exception as error:  # of MLflow, which is imported as late as can be
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return True
 
     def _tell(self, config: Mapping[str, object]) -> None:
         from mlflow.entities import Param

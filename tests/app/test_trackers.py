@@ -519,6 +519,23 @@ def test_mlflow_writes_a_run_of_its_own_without_a_server(tmp_path: Path, monkeyp
     ]
 
 
+def test_a_run_that_began_without_a_server_is_made_on_one_that_it_is_given_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.setenv(name, "1")  # the tracker sets them: they are put back
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    TRACKERS["mlflow"](tmp_path, {}).close()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "server").as_uri())
+    for _ in range(2):  # the second one goes on
+        TRACKERS["mlflow"](tmp_path, {"train": {"seed": 3}}).close()
+    server = tracking.MlflowClient(tracking_uri=(tmp_path / "server").as_uri())
+    (run,) = server.search_runs([server.get_experiment_by_name("heddle").experiment_id])
+    assert run.data.params == {"train.seed": "3"}
+
+
 def test_a_tracking_server_that_is_down_is_left_soon_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
