@@ -378,7 +378,7 @@ def expand(path: str, suffixes: tuple[str, ...]) -> list[str]:
     for pattern in (piece for part in path.split("::") for piece in braceexpand(part)):
         if pattern.lstrip().startswith(PIPES):
             raise DataError(f"{pattern!r}: pipe: runs a shell command and is refused. Give paths or file system URIs.")
-        if any(sign in pattern for sign in "*?["):
+        if _is_glob(pattern):
             matches = _glob(pattern)
         elif is_folder(pattern):
             matches = [file.uri for file in list_files(pattern) if file.uri.lower().endswith(suffixes)]
@@ -394,10 +394,16 @@ def check_there(path: str) -> None:
     """Raises DataError for a local path, of those that `expand` reads in this one, where nothing is. Nothing is listed,
     and no remote storage asked."""
     for pattern in (piece for part in path.split("::") for piece in braceexpand(part)):
-        first = min((pattern.index(sign) for sign in "*?[" if sign in pattern), default=None)
+        first = min(pattern.index(sign) for sign in "*?[" if sign in pattern) if _is_glob(pattern) else None
         place = pattern if first is None else parent(pattern[:first])
         if is_local(place) and not os.path.exists(local_path(place)):
             raise DataError(f"{pattern}: there is no {place} on this machine. Check the source's path.")
+
+
+def _is_glob(pattern: str) -> bool:
+    """Whether it stands for other names. A local path that is there as it is written does not, as `pairs [v2]/`."""
+    written = is_local(pattern) and os.path.exists(local_path(pattern))
+    return not written and any(sign in pattern for sign in "*?[")
 
 
 def join(folder: str, name: str) -> str:

@@ -102,11 +102,12 @@ def print_statistics(facts: SourceStatistics) -> None:
     """Shapes, and the distributions of lengths, frame rates, captions and scores, as tables."""
     from rich.box import SIMPLE
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"[bold]{facts['name']}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
+        f"[bold]{escape(facts['name'])}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
         f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
         f"{facts['bytes'] / 1e6:.1f} MB in {counted(facts['shards'], part_of(facts['kind']))}"
         f"{_reasons(facts['rejected'])}"
@@ -130,5 +131,5 @@ def print_statistics(facts: SourceStatistics) -> None:
     }
     for name, values in (rows | facts["scores"]).items():
         if values:
-            table.add_row(name, *(f"{value:.4g}" for value in values))
+            table.add_row(escape(name), *(f"{value:.4g}" for value in values))
     console.print(table)

@@ -130,11 +130,12 @@ class ProgressBar:
 
     def __init__(self, what: str, quiet: bool = False) -> None:
         from rich.console import Console
+        from rich.markup import escape
         from rich.progress import Progress
 
         console = Console(stderr=True)
         self._bar = Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
-        self._task = self._bar.add_task(what, total=None)
+        self._task = self._bar.add_task(escape(what), total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._bar.start()

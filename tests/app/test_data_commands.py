@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,8 @@ def test_a_folder_of_pairs_is_no_shard(tmp_path):
     (tmp_path / "pairs" / "a.png").write_bytes(picture(96, 64, seed=1))
     (tmp_path / "pairs" / "a.txt").write_text("a disc")
     assert " MB in 1 folder" in run("stats", tmp_path / "pairs")
+    shutil.copytree(tmp_path / "pairs", tmp_path / "pairs [v2]")
+    assert "pairs [v2]" in run("stats", tmp_path / "pairs [v2]")
     assert "1 of 1 samples usable in 1 folder, media of" in run("index", tmp_path / "pairs")
     (tmp_path / "pairs" / "a.txt").unlink()
     with pytest.raises(DataError, match=r"none of its 1 sample in 1 folder can be used \(1 no_caption"):

@@ -81,6 +81,14 @@ def test_a_glob_of_a_path_may_go_up_again(tmp_path: Path) -> None:
     assert expand(f"{tmp_path}/*/.././*.tar", (".tar",)) == [f"{tmp_path}/a/../0.tar"]
 
 
+def test_a_path_that_is_there_as_it_is_written_is_no_glob(tmp_path: Path) -> None:
+    (tmp_path / "pairs [v2]").mkdir()
+    (tmp_path / "pairs [v2]" / "0.tar").touch()
+    for path in (f"{tmp_path}/pairs [v2]", f"{tmp_path}/pairs [v2]/0.tar"):
+        check_there(path)
+        assert expand(path, (".tar",)) == [f"{tmp_path}/pairs [v2]/0.tar"]
+
+
 @pytest.mark.parametrize(
     ("path", "lacks"),
     [
