@@ -158,4 +158,8 @@ def read_cluster(spec: str) -> Cluster:
             raise ConfigError(str(error)) from None
     if not path.is_file():
         raise ConfigError(f"cluster file {path} does not exist; give one that does, or NODESxGPUS such as 2x8.")
-    return build(ClusterFile, parse(path.read_text(encoding="utf-8"), path.name)).cluster()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"cluster file {path} is not UTF-8 text.") from None
+    return build(ClusterFile, parse(text, path.name)).cluster()

@@ -55,7 +55,7 @@ def must_answer(address: str) -> None:
     if not host or not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "

@@ -260,7 +260,7 @@ def _address_towards(cluster: str) -> str:
     """The address of this machine on the network that leads to the cluster; "" where the cluster has gone meanwhile."""
     host, _, port = cluster.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
             found: str = connection.getsockname()[0]
             return found
     except OSError:

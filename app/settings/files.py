@@ -11,6 +11,7 @@ neither torch nor Ray.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,11 @@ def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None)
         value = _mark(parse(text)) if text.strip() else Node(None, _SET)
         node = _assign(node, name.strip().split("."), value, name.strip(), kinds or {})
     return node
+
+
+def as_override(name: str, text: str) -> str:
+    """The assignment of a text, whatever YAML would read in it."""
+    return f"{name}={json.dumps(text, ensure_ascii=False)}"
 
 
 def _assign(node: Node, path: list[str], value: Node, full: str, kinds: Kinds, section: str = "") -> Node:

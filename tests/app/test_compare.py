@@ -210,11 +210,20 @@ def made(tmp_path: Path, *options: str) -> Result:
 BOTH = ("--strategy", "static", "--strategy", "cascade")
 
 
+def test_a_run_of_any_name_is_trained_by_strategies(tmp_path: Path, trained) -> None:
+    result = made(tmp_path, *BOTH, "--set", 'run.name="[lora] cats: ü"')
+    assert result.exit_code == 0, result.output
+    assert {run_dir(RunConfig.load(tmp_path / "run.yaml", overrides)).name for overrides, *_ in trained} == {
+        "[lora] cats: ü-static",
+        "[lora] cats: ü-cascade",
+    }
+
+
 def test_each_strategy_trains_a_run_of_its_own_and_the_page_shows_them(tmp_path: Path, trained) -> None:
     result = made(tmp_path, *BOTH, "--steps", "30", "--set", "train.seed=3")
     assert result.exit_code == 0, result.output
     assert [overrides for overrides, *_ in trained] == [
-        ["train.seed=3", "train.steps=30", f"planner.strategy={name}", f"run.name=demo-{name}"]
+        ["train.seed=3", "train.steps=30", f"planner.strategy={name}", f'run.name="demo-{name}"']
         for name in ("static", "cascade")
     ]
     page = (tmp_path / "c.html").read_text()

@@ -291,6 +291,13 @@ def test_a_cluster_file_gives_islands_and_memory_nodes(tmp_path: Path) -> None:
     ] * 2
 
 
+def test_a_cluster_file_that_is_no_text_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cluster file .*c\.yaml is not UTF-8 text\."):
+        read_cluster(str(path))
+
+
 def test_a_cluster_file_names_its_devices_and_a_number_of_its_own_wins(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("nodes: 2\ngpus: 2\ndevice: NVIDIA H100 80GB HBM3\n")

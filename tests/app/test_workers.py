@@ -233,6 +233,16 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     must_answer("auto")
 
 
+def test_an_address_of_ipv6_answers_in_its_brackets() -> None:
+    with socket.socket(socket.AF_INET6) as listening:
+        try:
+            listening.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        listening.listen()
+        must_answer(f"[::1]:{listening.getsockname()[1]}")
+
+
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
