@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,12 +16,15 @@ import pytest
 from app.export.whole_folder import check_free, whole_folder
 from ops.typed import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def write(to: Path) -> None:
     """As an export does."""
     check_free(to)
     with whole_folder(to, last="index") as work:
-        assert not (set(os.listdir(to)) - {work.name} if to.is_dir() else to.exists()), "nothing is seen yet"
+        seen = [name for name in os.listdir(to) if not name.startswith(".")] if to.is_dir() else to.exists()
+        assert not seen, "nothing is seen yet"
         (work / "part").mkdir()
         (work / "part" / "weights").write_text("1")
         (work / "index").touch()
@@ -78,6 +86,53 @@ def test_what_fails_leaves_nothing_and_what_was_killed_does_not_stay(there: bool
     assert sorted(os.listdir(to)) == ["index", "part"] and os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_one_export_at_a_time_writes_a_folder(there: bool, tmp_path: Path) -> None:
+    to = tmp_path / "out"
+    if there:
+        to.mkdir()
+    with whole_folder(to, last="index") as work:
+        (work / "index").write_text("first")
+        with pytest.raises(ConfigError, match="another export writes"), whole_folder(to, last="index"):
+            pass
+    assert (to / "index").read_text() == "first" and os.listdir(to) == ["index"] and os.listdir(tmp_path) == ["out"]
+    with pytest.raises(ConfigError, match="is not an empty folder"), whole_folder(to, last="index"):
+        pass  # one that asked before the first had ended
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_of_exports_on_two_machines_one_alone_reports_success(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda folder, operation: None)  # each sees its own machine's alone
+    to = tmp_path / "out"
+    if there:
+        to.mkdir()
+    with pytest.raises(ConfigError, match="is not an empty folder"), whole_folder(to, last="index"):
+        write(to)
+    assert sorted(os.listdir(to)) == ["index", "part"] and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_somebody_puts_there_meanwhile_stays_as_it_is(there: bool, tmp_path: Path) -> None:
+    to = tmp_path / "out"
+    if there:
+        to.mkdir()
+    with pytest.raises(ConfigError, match="is not an empty folder"), whole_folder(to, last="index") as work:
+        (work / "vae").mkdir()
+        (to / "vae").mkdir(parents=True)
+    assert list(tmp_path.rglob("*")) == [to, to / "vae"]
+
+
+def test_where_no_lock_can_be_held_an_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_locks(folder: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    write(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["index", "part"]
+
+
 def test_what_cannot_be_moved_up_leaves_an_empty_folder_for_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,3 +147,54 @@ def test_what_cannot_be_moved_up_leaves_an_empty_folder_for_the_same_command(
         patch.setattr("shutil.copyfile", full)
     assert list(tmp_path.iterdir()) == []
     write(tmp_path)
+
+
+def killed_at_move(number: int, to: Path, copies: bool) -> None:
+    """An export of a, b, c and index whose process is killed after as many moves; with `copies` in the midst of the
+    next one, which copies."""
+    code = textwrap.dedent(f"""
+        import os, shutil, signal
+        from pathlib import Path
+        from app.export.whole_folder import whole_folder
+        move, moves = shutil.move, []
+
+        def until_killed(source, target, **given):
+            if len(moves) == {number}:
+                if {copies}:
+                    shutil.copytree(source, target)
+                os.kill(os.getpid(), signal.SIGKILL)
+            moves.append(move(source, target, **given))
+
+        shutil.move = until_killed
+        with whole_folder(Path({str(to)!r}), last="index") as work:
+            for name in ("a", "b", "c", "index"):
+                (work / name).mkdir()
+                (work / name / "weights").write_text("killed")
+    """)
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("number", "copies"), [(0, False), (1, True), (3, False)])
+def test_an_export_killed_in_its_move_is_begun_anew_by_the_same_command(
+    number: int, copies: bool, tmp_path: Path
+) -> None:
+    killed_at_move(number, tmp_path, copies)
+    assert {"a", "b", "c"} & set(os.listdir(tmp_path)) == set("abc"[: number + copies])
+    write(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["index", "part"]
+
+
+@pytest.mark.parametrize("name", ["a", "c", "notes.txt"])
+def test_what_somebody_has_put_beside_a_killed_export_is_refused_and_stays(name: str, tmp_path: Path) -> None:
+    killed_at_move(1, tmp_path, copies=False)
+    if name == "a":  # instead of the one that was moved
+        (tmp_path / "a" / "weights").unlink()
+        (tmp_path / "a").rmdir()
+    (tmp_path / name).mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        write(tmp_path)
+    with pytest.raises(ConfigError, match="is not an empty folder"), whole_folder(tmp_path, last="index"):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
