@@ -32,7 +32,10 @@ def export(
 
     A whole folder needs host memory for the transformer in fp32, and a little more; --lora-only needs none of it.
     """
-    from app.export.export import run
-    from app.sampling.model import chosen_checkpoint
+    from app.run.signals import unwinds_on_signal
 
-    run(chosen_checkpoint(checkpoint, after), to, base=base, dtype=dtype, ema=ema, lora_only=lora_only)
+    with unwinds_on_signal():  # what is half written is as large as the model
+        from app.export.export import run
+        from app.sampling.model import chosen_checkpoint
+
+        run(chosen_checkpoint(checkpoint, after), to, base=base, dtype=dtype, ema=ema, lora_only=lora_only)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app.commands.export import export
 from app.export.whole_folder import check_free, whole_folder
 from ops.typed import ConfigError
 
@@ -84,6 +85,22 @@ def test_what_fails_leaves_nothing_and_what_was_killed_does_not_stay(there: bool
     (work / "left").touch()  # by one that was killed
     write(to)
     assert sorted(os.listdir(to)) == ["index", "part"] and os.listdir(tmp_path) == ["out"]
+
+
+def test_an_export_that_is_asked_to_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(checkpoint: Path, to: Path, **given: object) -> None:
+        with whole_folder(to, last="index") as work:
+            (work / "weights").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("app.export.export.run", run)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # its default would end the tests
+    try:
+        with pytest.raises(SystemExit) as ended:
+            export(tmp_path, to=tmp_path / "out")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("there", [True, False])
