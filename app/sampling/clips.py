@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from app.drawing.video import contact_sheet, write_mp4
+from app.drawing.video import contact_sheet, sheet_frames, write_mp4
 from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.pictures import Wanted, for_each, read_picture
 from app.sampling.prompts import EncodedPrompts
@@ -32,7 +32,7 @@ from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
 from ops.packed.patches import patchify
 from ops.typed import ConfigError
-from ops.whole_file import write_whole
+from ops.whole_file import whole_file, write_whole
 
 T = TypeVar("T")
 
@@ -322,17 +322,20 @@ def groups_of(
 
 def clips_of(
     saved: SavedModel, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray | None] = ()
-) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer takes them; what a prompt's
-    line says instead of `settings` counts for its clip. Prompts are encoded once, before the transformer is there."""
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of a prompt, its clip, uint8 [T, H, W, 3]) as they are made, from the `first_frames` where the
+    transformer takes them; what a prompt's line says instead of `settings` counts for its clip. Prompts are encoded
+    once, before the transformer is there."""
     groups = groups_of(prompts, settings, first)
     told = saved.encode_each([(group.texts, group.settings.negative_prompt, group.first) for group in groups])
     model = saved.load()
-    clips: dict[int, np.ndarray] = {}
     for group, rows in zip(groups, told, strict=True):
-        made = make_clips(model, rows, group.settings, group.first, seeds=group.seeds)
-        clips.update(zip(group.numbers, made, strict=True))
-    return [clips[number] for number in range(len(prompts))]
+        size = batch_limit(group.settings, model.geometry)
+        for start in range(0, len(group.numbers), size):
+            batch = slice(start, start + size)
+            encoded = replace(rows, prompts=rows.prompts[batch])
+            made = make_clips(model, encoded, group.settings, group.first[batch], seeds=group.seeds[batch])
+            yield from zip(group.numbers[batch], made, strict=True)
 
 
 def make_clips(
@@ -429,16 +432,22 @@ def _batches(requests: list[SampleRequest], size: int) -> Iterator[list[SampleRe
         yield requests[start : start + size]
 
 
-def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> list[Path]:
-    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside.
+def write_clips(out: Path, clips: Iterable[tuple[int, np.ndarray]], prompts: Sequence[str], fps: float) -> list[Path]:
+    """`out`.mp4 (numbered when there are several; inside `out` when it is a folder) and one contact sheet beside. Each
+    of `clips_of` the prompts is a file before the next one is asked for.
 
     Their prompts, in order, are left in `out`.json, where the report finds the captions.
     """
-    files, sheet = clip_files(out, len(videos))
-    for file, video in zip(files, videos, strict=True):
-        write_mp4(file, video, fps)
+    files, sheet = clip_files(out, len(prompts))
+    sheet.parent.mkdir(parents=True, exist_ok=True)
+    shown: dict[int, np.ndarray] = {}
+    for number, clip in clips:
+        with whole_file(files[number]) as part:
+            write_mp4(part, clip, fps)
+        shown[number] = sheet_frames(clip)
     write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
-    contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
+    in_order = [shown[number] for number in range(len(prompts))]
+    contact_sheet(sheet, in_order, prompts, columns=1 if len(prompts) <= 4 else 2)
     return [*files, sheet]
 
 

@@ -75,8 +75,7 @@ def made(run: LabRun) -> list[SamplesMade]:
 def assert_clips(run: LabRun, step: int) -> None:
     """Those of `heddle sample`, but for rounding before 8 bits and H.264."""
     saved = saved_model(run.run_dir / "checkpoints" / f"step-{step}", device="cpu")
-    clips = clips_of(saved, PROMPTS, ClipSettings.of(run.config))
-    for number, clip in enumerate(clips):
+    for number, clip in clips_of(saved, PROMPTS, ClipSettings.of(run.config)):
         plain = run.run_dir / "plain.mp4"
         plain.write_bytes(mp4_of(clip, run.config.sample.fps))
         file = read_mp4(run.run_dir / "samples" / f"step-{step}-{number:02d}.mp4")

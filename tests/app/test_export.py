@@ -230,7 +230,7 @@ def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     first, second = saved_model(run), saved_model(tmp_path / "out")
     settings = replace(ClipSettings.of(first.config), frames=5, height=16, width=16)
     settings = replace(settings, sampler=replace(settings.sampler, steps=2))
-    clip, same = (clips_of(saved, ["a red disc"], settings)[0] for saved in (first, second))
+    clip, same = (dict(clips_of(saved, ["a red disc"], settings))[0] for saved in (first, second))
     assert abs(clip.astype(int) - same.astype(int)).max() <= 1
     assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-a-0eb5b8.mp4")
 
@@ -532,7 +532,7 @@ def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path)
     assert fields == json.loads((base / "transformer" / "config.json").read_text())
     size = ClipChanges(frames=3, height=16, width=32, steps=2)
     clips = [
-        clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))[0]
+        dict(clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size)))[0]
         for saved in (saved_model(run, device="cpu"), saved_model(out, device="cpu"))
     ]
     assert clips[0].shape == (3, 16, 32, 3) and np.abs(clips[0].astype(int) - clips[1]).max() <= 1

@@ -86,7 +86,7 @@ def test_the_picture_decides_the_clip(tmp_path: Path) -> None:
     saved = saved_model(tmp_path / "run")
     settings, prompts = ClipSettings.of(saved.config), ["a disc", "a square"]
     clips = [
-        clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, given, "--image"))
+        dict(clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, given, "--image")))
         for given in ([red], [red, blue])
     ]
     assert np.array_equal(clips[0][0], clips[1][0]) and not np.array_equal(clips[0][1], clips[1][1])
@@ -100,11 +100,9 @@ def test_a_last_picture_decides_the_clip_too(tmp_path: Path) -> None:
     red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
     saved, prompts = saved_model(tmp_path / "run"), ["a disc"]
     settings = ClipSettings.of(saved.config)
-    clips = [
-        clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, [red], "--image", [last]))[0]
-        for last in (red, blue)
-    ]
-    assert not np.array_equal(*clips)
+    first = [first_frames(saved.config, prompts, settings, [red], "--image", [last]) for last in (red, blue)]
+    (_, one), (_, other) = (next(clips_of(saved, prompts, settings, pictures)) for pictures in first)
+    assert not np.array_equal(one, other)
     with pytest.raises(ConfigError, match="makes clips between two pictures: give --last-image as well"):
         run(tmp_path / "run", prompts, tmp_path / "x.mp4", images=[red])
     with pytest.raises(ConfigError, match="starts from a picture: give --image"):  # not the run's own beside it
@@ -143,7 +141,7 @@ def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tm
     saved = saved_model(tmp_path / "run")
     settings, prompts = ClipSettings.of(saved.config), ["a disc"]
     clips = [
-        clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, given, "--image"))[0]
+        dict(clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, given, "--image")))[0]
         for given in ([], [red], [blue])
     ]
     assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[1][1:], clips[2][1:])

@@ -265,7 +265,7 @@ def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
     before = [p.detach().clone() for p in modules.dit.parameters()]
     asides = Asides(modules, torch.device("cpu"))
     wanted = clips_of(saved_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
-    for number, video in enumerate(wanted):
+    for number, video in wanted:
         clip = LiveClip(folder=str(folder), step=3, number=number, config=config, first=())
         done = asides.turn(TurnTask(generation=1, step=9, aside=clip, gap_s=0.0, share=0.0, whole=True))
         assert not done.failed and isinstance(done.made, MadeClip)

@@ -276,17 +276,17 @@ def test_clips_of_a_mixed_run_are_those_that_each_prompt_has_alone(folder: Path)
     """And a prompt without options has the clip that it had before there were others, bit for bit."""
     saved = saved_model(folder, device="cpu")
     settings = ClipSettings.of(saved.config)
-    clips = clips_of(saved, LINES, settings)
-    assert [clip.shape for clip in clips] == [
+    clips = dict(clips_of(saved, LINES, settings))
+    assert [clips[number].shape for number in range(5)] == [
         *((5, 16, 24, 3), (9, 16, 32, 3), (1, 16, 24, 3), (5, 16, 24, 3), (5, 16, 24, 3))
     ]
-    plain = clips_of(saved, [LINES[0], "b", "c", "d", LINES[4]], settings)
+    plain = dict(clips_of(saved, [LINES[0], "b", "c", "d", LINES[4]], settings))
     assert np.array_equal(clips[0], plain[0]) and np.array_equal(clips[4], plain[4])
     wide = replace(settings, frames=9, height=16, width=32, seed=7)
-    assert np.array_equal(clips[1], clips_of(saved, ["a wide disc"], wide)[0])
+    assert np.array_equal(clips[1], dict(clips_of(saved, ["a wide disc"], wide))[0])
     away = replace(settings, seed=42, negative_prompt="a blurred square")
-    assert np.array_equal(clips[3], clips_of(saved, ["a square"], away)[0])
-    assert not np.array_equal(clips[3], clips_of(saved, ["a square"], replace(away, negative_prompt=""))[0])
+    assert np.array_equal(clips[3], dict(clips_of(saved, ["a square"], away))[0])
+    assert not np.array_equal(clips[3], dict(clips_of(saved, ["a square"], replace(away, negative_prompt="")))[0])
 
 
 def test_prompts_that_differ_in_text_and_seed_alone_are_made_together() -> None:
@@ -397,7 +397,7 @@ class Crew:
 def test_workers_that_share_prompts_make_each_with_its_own_settings(folder: Path) -> None:
     saved = saved_model(folder, device="cpu")
     settings = ClipSettings.of(saved.config)
-    expected = clips_of(saved, LINES, settings)
+    expected = dict(clips_of(saved, LINES, settings))
     worker, job = ClipWorker(), ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=settings)
     crew: Any = Crew(worker, job)
     encoded = crews.EncodedJob.of(crew, LINES, [], [0, 1, 2, 3, 4], 3)

@@ -61,7 +61,7 @@ def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_samp
     assert (sampler.steps, sampler.guidance_scale, sampler.token_shift) == (30, 7.0, config.train.flow.token_shift)
     assert "speak the latents of its own video autoencoder" in published_notes(folder)[0]
     size = ClipChanges(frames=3, height=16, width=32, steps=2, seed=3)
-    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(config).changed(size))
+    ((_, made),) = clips_of(saved, ["a dot"], ClipSettings.of(config).changed(size))
     model = test_stdit3.settings(folder)
     text, negative = build_text(resolve(model)[0].text).encode(["a dot", ""])
     assert len(negative) == 0
@@ -80,7 +80,7 @@ def test_a_folder_of_open_sora_with_its_own_autoencoder_is_sampled(tmp_path: Pat
     assert saved.geometry.token_grid(51, 16, 32) == (15, 4, 8)
     assert not any("latents of its own" in note for note in published_notes(folder))
     changes = ClipChanges(frames=21, height=8, width=12, steps=2, seed=3)
-    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(changes))
+    ((_, made),) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(changes))
     text, negative = build_text(saved.config.model.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=21, height=8, width=12, seed=3)
     sampler = replace(ClipSettings.of(saved.config).sampler, steps=2)
@@ -98,7 +98,7 @@ def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path
     with av.open(str(file)) as video:
         assert len(list(video.decode(video=0))) == 5
     saved = saved_model(folders["latte"], device="cpu")
-    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))
+    ((_, made),) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))
     resolved, geometry = resolve(test_latte.settings(folders["latte"]))
     text, negative = build_text(resolved.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=5, height=16, width=32, seed=3)

@@ -155,11 +155,11 @@ def test_clips_and_their_contact_sheets_are_embedded(run_folder: Path) -> None:
 
 
 def test_clips_are_captioned_with_the_prompts_they_were_made_from(run_folder: Path) -> None:
-    video, samples = np.zeros((2, 32, 32, 3), np.uint8), run_folder / "samples"
-    write_clips(samples / "step-30.mp4", [video] * 2, ["an earlier prompt", "and another"], 8)
-    write_clips(samples / "step-30-prompts.mp4", [video], ["a typed prompt"], 8)
-    write_clips(samples / "step-29-prompts.mp4", [video] * 2, ["two", "were typed"], 8)
-    write_clips(samples / "red.mp4", [video], ["a red circle"], 8)
+    clips, samples = list(enumerate(np.zeros((2, 2, 32, 32, 3), np.uint8))), run_folder / "samples"
+    write_clips(samples / "step-30.mp4", clips, ["an earlier prompt", "and another"], 8)
+    write_clips(samples / "step-30-prompts.mp4", clips[:1], ["a typed prompt"], 8)
+    write_clips(samples / "step-29-prompts.mp4", clips, ["two", "were typed"], 8)
+    write_clips(samples / "red.mp4", clips[:1], ["a red circle"], 8)
     run = RunDir.open(run_folder)
     assert {path.suffix for path in run.samples()} == {".mp4", ".png"}
     assert re.findall(r"<figcaption>(.*?)</figcaption>", write_report(run).read_text()) == [

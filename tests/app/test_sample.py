@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import av
 import numpy as np
@@ -22,6 +22,7 @@ from actors.state import checkpoint_files as checkpoint
 from app.cli import app
 from app.drawing.text import font_of, lines_of
 from app.drawing.video import contact_sheet, write_mp4
+from app.sampling import clips
 from app.sampling import model as sampled
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips, sample_run
 from app.sampling.model import saved_model
@@ -120,6 +121,23 @@ def test_several_prompts_make_numbered_clips_and_one_sheet(tmp_path: Path) -> No
     assert Image.open(files[2]).size[0] > 2 * 24
 
 
+def test_a_clip_is_a_file_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    whole, sampled = clips.sample_latents, list[SampleRequest]()
+
+    def until_interrupted(dit: torch.nn.Module, batch: list[SampleRequest], *given: Any) -> list[torch.Tensor]:
+        if len(sampled) == 3:
+            raise KeyboardInterrupt
+        sampled.extend(batch)
+        return whole(dit, batch, *given)
+
+    monkeypatch.setattr(clips, "sample_latents", until_interrupted)
+    monkeypatch.setattr(clips, "batch_limit", lambda *given: 1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, ["a", "b --f 9", "c", "d"], tmp_path / "out" / "x.mp4", changes=ClipChanges(steps=1))
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["x-00.mp4", "x-02.mp4", "x-03.mp4"]
+
+
 def test_command_and_library_make_the_same_clip(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
     file, sheet = sample_run(tmp_path)
@@ -180,8 +198,8 @@ def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> N
     write_checkpoint(tmp_path, tiny_run())
     saved = saved_model(tmp_path)
     settings = ClipSettings.of(saved.config)
-    both = clips_of(saved, PROMPTS, settings)
-    alone = clips_of(saved, PROMPTS[:1], settings)
+    both = dict(clips_of(saved, PROMPTS, settings))
+    alone = dict(clips_of(saved, PROMPTS[:1], settings))
     assert np.abs(both[0].astype(int) - alone[0].astype(int)).max() <= 1  # rounding to 8 bits
     assert not np.array_equal(both[0], both[1])
 

@@ -142,7 +142,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> list[np.ndarray]:
     """The clips as this process makes them."""
-    return clips_of(saved_model(checkpoint, device="cpu"), PROMPTS, settings())
+    return [clip for _, clip in clips_of(saved_model(checkpoint, device="cpu"), PROMPTS, settings())]
 
 
 def numbers(work: ClipWork, told: Sequence[PromptRows]) -> range:
@@ -297,7 +297,7 @@ def test_workers_that_join_make_the_clip_of_one(
     monkeypatch.setattr(clip_worker, "node_address", lambda: "127.0.0.1")
     folder, told = saved_run(tmp_path, *MODELS[name])
     given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told, halves="never")
-    (expected,) = clips_of(saved_model(folder, device="cpu"), PROMPTS[:1], told)
+    ((_, expected),) = clips_of(saved_model(folder, device="cpu"), PROMPTS[:1], told)
     crew = [ClipWorker() for _ in range(workers)]
     negative, rows = crew[0].encode(given, PROMPTS[:1])
 
@@ -323,7 +323,7 @@ def test_workers_that_join_make_the_clip_of_one(
 def test_bags_of_workers_make_the_same_clips(name: str, workers: int, tmp_path: Path) -> None:
     folder, told = saved_run(tmp_path, *MODELS[name])
     given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told, halves="never")
-    expected = clips_of(saved_model(folder, device="cpu"), PROMPTS[:2], told)
+    expected = [clip for _, clip in clips_of(saved_model(folder, device="cpu"), PROMPTS[:2], told)]
     *files, _ = spread(given, PROMPTS[:2], tmp_path / "x.mp4", workers, together=True, tell=lambda text: None)
     assert_same(files, expected, told.fps)
 

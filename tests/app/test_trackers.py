@@ -227,7 +227,7 @@ def made_samples(run: Path) -> SamplesMade:
     """Samples of a live run, in its folder."""
     prompts = ["a red circle", "a blue square"]
     videos = [np.full((5, 32, 48, 3), value, np.uint8) for value in (40, 200)]
-    files = write_clips(run / "samples" / "step-4.mp4", videos, prompts, 8.0)
+    files = write_clips(run / "samples" / "step-4.mp4", enumerate(videos), prompts, 8.0)
     return SamplesMade(time=1.7e9, step=4, samples=tuple(str(f.relative_to(run)) for f in files), seconds=2.0)
 
 

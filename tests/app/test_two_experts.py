@@ -157,7 +157,7 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
     assert ours.low is not None and exported.low is not None and ours.low.boundary == exported.low.boundary == 0.9
     settings, told = ClipSettings.of(ours.config), saved.encode(["a disc"], "")
     (clip,) = make_clips(ours, told, settings)
-    (again,) = clips_of(out, ["a disc"], ClipSettings.of(exported.config))
+    ((_, again),) = clips_of(out, ["a disc"], ClipSettings.of(exported.config))
     assert np.abs(clip.astype(int) - again.astype(int)).max() <= 1
     pipe = DiffusionPipeline.from_pretrained(base if rank else tmp_path / "out")
     if rank:  # the factors, on the published pipeline, are what was merged
@@ -210,7 +210,7 @@ def test_a_worker_of_both_makes_the_clip_of_heddle_sample_beside_its_run(tmp_pat
     config = run_of(base, "both")
     config = replace(config, sample=replace(SHOWN, every=4), checkpoint=replace(config.checkpoint, every=4))
     folder = write_checkpoint(tmp_path / "run", config)
-    (clip,) = clips_of(saved_model(folder, device="cpu"), ["a disc"], ClipSettings.of(config))
+    ((_, clip),) = clips_of(saved_model(folder, device="cpu"), ["a disc"], ClipSettings.of(config))
     model, geometry = resolve(config.model)
     modules = Modules(
         config=model,
