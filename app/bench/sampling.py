@@ -86,7 +86,7 @@ def run(
         ways.append("two halves")
     texts = [text_of(own[number % len(own)]) for number in range(prompts)]  # all of one size
     batch = batch_limit(settings, saved.geometry)
-    job = ClipJob(checkpoint=str(one_checkpoint(checkpoint)), ema=True, device=device, settings=settings)
+    job = ClipJob(checkpoint=str(one_checkpoint(checkpoint).resolve()), ema=True, device=device, settings=settings)
     with borrowed_ray(cluster, workers), tempfile.TemporaryDirectory() as folder:
         found = [
             _timed(way, job, texts, Path(folder) / f"{number}.mp4", workers, batch) for number, way in enumerate(ways)

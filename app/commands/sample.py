@@ -259,7 +259,7 @@ def sample(
     spread: _Spread,
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
-    from app.sampling.model import chosen_checkpoint
+    from app.sampling.model import chosen_checkpoint, one_checkpoint
     from app.sampling.sample import default_out, run
 
     folder = material.folder()
@@ -269,7 +269,9 @@ def sample(
     spread.check()
     changes, texts, loras = clip.changes(), material.texts(), material.loras()
     folder = chosen_checkpoint(folder, material.after)
-    out = out or default_out(folder, texts, loras)
+    if out is None:
+        folder = one_checkpoint(folder)  # which gives the files their name
+        out = default_out(folder, texts, loras)
     run(
         folder,
         texts,

@@ -226,8 +226,9 @@ def release_memory(device: torch.device) -> None:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """The one checkpoint that is meant, absolute, however many a live run writes meanwhile: for processes elsewhere."""
-    return (path if is_folder(path) else checkpoint_folder(path)).resolve()
+    """The one checkpoint that is meant, however many a live run writes meanwhile. A run's is looked for: all of it is
+    read for damage."""
+    return path if is_folder(path) else checkpoint_folder(path)
 
 
 def chosen_checkpoint(path: Path, after: int | None) -> Path:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from app.inputs.checkpoints import checkpoint_folder
 from app.sampling.clips import (
     ClipChanges,
     ClipOrder,
@@ -30,7 +29,7 @@ from app.sampling.clips import (
     first_frames,
     write_clips,
 )
-from app.sampling.model import SavedModel, is_folder, one_checkpoint, saved_model
+from app.sampling.model import SavedModel, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.config import RunConfig
 from app.settings.prompt_line import PromptLine, about_prompt, may_have_options
@@ -96,8 +95,8 @@ def run(
         files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)
     else:
         order = ClipOrder(
-            checkpoint=one_checkpoint(checkpoint),
-            other=other and one_checkpoint(other),
+            checkpoint=(saved.trained or checkpoint).resolve(),
+            other=other and one_checkpoint(other).resolve(),
             loras=tuple(replace(one, path=str(Path(one.path).expanduser().resolve())) for one in loras),
             ema=ema,
             prompts=tuple(prompts),
@@ -202,7 +201,7 @@ def default_out(checkpoint: Path, prompts: Sequence[str] = (), loras: Sequence[L
     Given prompts add words of theirs to the name, and a digest: their clips replace those of no other prompts, and the
     same command finds what it has begun. So do files of `loras` with their scales.
     """
-    folder = checkpoint if is_folder(checkpoint) else checkpoint_folder(checkpoint)
+    folder = one_checkpoint(checkpoint)
     added = [f"{Path(one.path).stem}-{one.scale:g}" for one in loras]
     name = _with_words(_short("-".join((folder.name, *added))), prompts) + ".mp4"
     if folder.parent.name == "checkpoints":

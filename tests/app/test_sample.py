@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,10 +23,10 @@ from actors.state import checkpoint_files as checkpoint
 from app.cli import app
 from app.drawing.text import font_of, lines_of
 from app.drawing.video import contact_sheet, write_mp4
-from app.sampling import clips
+from app.sampling import clips, sample
 from app.sampling import model as sampled
-from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips, sample_run
-from app.sampling.model import saved_model
+from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, clips_of, make_clips, sample_run
+from app.sampling.model import SavedModel, saved_model
 from app.sampling.sample import default_out, run
 from app.settings.config import RunConfig
 from app.settings.notes import sample_notes
@@ -136,6 +137,30 @@ def test_a_clip_is_a_file_before_the_next_one_is_made(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, ["a", "b --f 9", "c", "d"], tmp_path / "out" / "x.mp4", changes=ClipChanges(steps=1))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["x-00.mp4", "x-02.mp4", "x-03.mp4"]
+
+
+def test_clips_are_of_the_checkpoint_that_names_them_while_a_run_writes_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    read, orders, steps, later = sample.saved_model, list[ClipOrder](), list[int](), count(9)
+
+    def beside_a_run(path: Path, **given: Any) -> SavedModel:
+        write_checkpoint(tmp_path, tiny_run(), step=next(later))
+        saved = read(path, **given)
+        write_checkpoint(tmp_path, tiny_run(), step=next(later))
+        steps.append(saved.step)
+        return saved
+
+    def crew(order: ClipOrder) -> list[Path]:
+        orders.append(order)
+        return []
+
+    monkeypatch.setattr(sample, "saved_model", beside_a_run)
+    ended = CliRunner().invoke(app, ["sample", "--checkpoint", str(tmp_path), "--device", "cpu", "--steps", "1"])
+    assert ended.exit_code == 0 and (tmp_path / "samples" / "step-3.mp4").is_file() and steps == [3]
+    run(tmp_path, [], tmp_path / "x.mp4", crew=crew)
+    assert orders[0].checkpoint == tmp_path / "checkpoints" / f"step-{steps[1]}", "as its settings"
 
 
 def test_command_and_library_make_the_same_clip(tmp_path: Path) -> None:
