@@ -14,8 +14,11 @@ from av.video.stream import VideoStream
 from PIL import Image, ImageDraw
 
 from app.drawing.text import LINE, font_of, lines_of
+from ops.counted import counted
 
+SHEET_CLIPS = 32  # on a contact sheet at most: the first ones
 _SHEET_FRAMES = 6  # frames of a clip on a contact sheet, evenly spaced from the first to the last
+_SHEET_PIXELS = 1 << 20  # of these frames together: with more, 40 clips of 480p were a sheet of 1.4 GiB and 100 s
 _MIN_HEIGHT = 96  # small clips are enlarged by a whole factor, so that their pixels stay sharp
 _GAP = 4
 _PAPER, _INK = (250, 250, 250), (30, 30, 30)
@@ -59,17 +62,25 @@ def read_mp4(path: Path) -> np.ndarray:
 
 
 def sheet_frames(video: np.ndarray) -> np.ndarray:
-    """The frames that a contact sheet shows of a clip: its sheet needs no others."""
+    """The frames that a contact sheet shows of a clip, large ones made smaller: its sheet needs no others."""
     shown = sorted({round(position) for position in np.linspace(0, len(video) - 1, _SHEET_FRAMES)})
-    return np.ascontiguousarray(video[shown])
+    frames = np.ascontiguousarray(video[shown])
+    count, height, width, _ = frames.shape
+    scale = (_SHEET_PIXELS / (count * height * width)) ** 0.5
+    if scale >= 1:
+        return frames
+    size = max(1, int(width * scale)), max(1, int(height * scale))
+    return np.stack([np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in frames])
 
 
 def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str], columns: int = 1) -> None:
     """One PNG: each clip a strip of frames under its title, `columns` clips side by side, each as wide as the widest
-    strip."""
-    strips = [_strip(video) for video in videos]
+    strip. Of more than `SHEET_CLIPS` the first ones, which alone need be given, and how many more titles there are."""
+    strips = [_strip(video) for video in videos[:SHEET_CLIPS]]
     width = max(strip.width for strip in strips)
-    cells = [_cell(strip, title, width) for strip, title in zip(strips, titles, strict=True)]
+    cells = [_cell(strip, title, width) for strip, title in zip(strips, titles[:SHEET_CLIPS], strict=True)]
+    if more := len(titles) - len(cells):
+        cells.append(_cell(Image.new("RGB", (1, 1), _PAPER), f"and {counted(more, 'more clip')}", width))
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     heights = [max(cell.height for cell in row) for row in rows]
     sheet = Image.new("RGB", (columns * (width + _GAP) + _GAP, sum(heights) + _GAP * (len(rows) + 1)), _PAPER)
@@ -85,8 +96,9 @@ def contact_sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str
 def _strip(video: np.ndarray) -> Image.Image:
     """Frames of a clip side by side."""
     _check(video)
-    scale = max(1, -(-_MIN_HEIGHT // video.shape[1]))
-    frames = [np.repeat(np.repeat(frame, scale, axis=0), scale, axis=1) for frame in sheet_frames(video)]
+    shown = sheet_frames(video)
+    scale = max(1, -(-_MIN_HEIGHT // shown.shape[1]))
+    frames = [np.repeat(np.repeat(frame, scale, axis=0), scale, axis=1) for frame in shown]
     height, width, _ = frames[0].shape
     strip = Image.new("RGB", (len(frames) * (width + _GAP) - _GAP, height), _PAPER)
     for index, frame in enumerate(frames):

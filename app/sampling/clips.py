@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from app.drawing.video import contact_sheet, sheet_frames, write_mp4
+from app.drawing.video import SHEET_CLIPS, contact_sheet, sheet_frames, write_mp4
 from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.pictures import Wanted, for_each, read_picture
 from app.sampling.prompts import EncodedPrompts
@@ -444,10 +444,10 @@ def write_clips(out: Path, clips: Iterable[tuple[int, np.ndarray]], prompts: Seq
     for number, clip in clips:
         with whole_file(files[number]) as part:
             write_mp4(part, clip, fps)
-        shown[number] = sheet_frames(clip)
+        if number < SHEET_CLIPS:
+            shown[number] = sheet_frames(clip)
     write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
-    in_order = [shown[number] for number in range(len(prompts))]
-    contact_sheet(sheet, in_order, prompts, columns=1 if len(prompts) <= 4 else 2)
+    contact_sheet(sheet, [shown[number] for number in sorted(shown)], prompts, columns=1 if len(prompts) <= 4 else 2)
     return [*files, sheet]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from actors.ray_calls import GONE, get, get_all, kill, wait
 from actors.refs import Ref
-from app.drawing.video import contact_sheet, read_mp4, sheet_frames
+from app.drawing.video import SHEET_CLIPS, contact_sheet, read_mp4, sheet_frames
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWorker, ClipWorkerHandle, MadeClip
 from app.sampling.clips import ClipSettings, clip_files
@@ -70,18 +70,20 @@ def spread(
     finished = {index for index in record.finished() if index < len(files) and files[index].is_file()}
     if finished:
         tell(f"note: there already: {len(finished)} of {counted(len(prompts), 'clip')}")
-    shown = {index: sheet_frames(read_mp4(files[index])) for index in finished}
+    shown = {index: sheet_frames(read_mp4(files[index])) for index in finished if index < SHEET_CLIPS}
     queue = PromptQueue(len(prompts), finished, 1 if together else batch, max_losses)
-    begin = time.monotonic()
+    begin, done = time.monotonic(), set(finished)
 
     def keep(chunk: Sequence[int], clips: Sequence[MadeClip]) -> None:
         for index, clip in zip(chunk, clips, strict=True):
             write_whole(files[index], clip.mp4)
             record.add(index)
-            shown[index] = clip.shown
-        made = len(shown) - len(finished)
-        left = (time.monotonic() - begin) / made * (len(prompts) - len(shown))
-        tell(f"{len(shown)}/{counted(len(prompts), 'clip')}, {timedelta(seconds=round(left))} left")
+            done.add(index)
+            if index < SHEET_CLIPS:
+                shown[index] = clip.shown
+        made = len(done) - len(finished)
+        left = (time.monotonic() - begin) / made * (len(prompts) - len(done))
+        tell(f"{len(done)}/{counted(len(prompts), 'clip')}, {timedelta(seconds=round(left))} left")
 
     if queue.unfinished:
         if queue.unfinished < workers and not together:
@@ -97,9 +99,7 @@ def spread(
                 tell(line)
         finally:
             crew.close()
-    contact_sheet(
-        sheet, [shown[index] for index in range(len(prompts))], prompts, columns=1 if len(prompts) <= 4 else 2
-    )
+    contact_sheet(sheet, [shown[index] for index in sorted(shown)], prompts, columns=1 if len(prompts) <= 4 else 2)
     sheet.with_suffix(".json").write_text(json.dumps(list(prompts)), encoding="utf-8")
     record.path.unlink()
     return [*files, sheet]

@@ -22,10 +22,10 @@ from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.cli import app
 from app.drawing.text import font_of, lines_of
-from app.drawing.video import contact_sheet, write_mp4
+from app.drawing.video import SHEET_CLIPS, contact_sheet, sheet_frames, write_mp4
 from app.sampling import clips, sample
 from app.sampling import model as sampled
-from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, clips_of, make_clips, sample_run
+from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, clips_of, make_clips, sample_run, write_clips
 from app.sampling.model import SavedModel, saved_model
 from app.sampling.sample import default_out, run
 from app.settings.config import RunConfig
@@ -279,6 +279,28 @@ def test_contact_sheet_shows_the_frames(tmp_path: Path) -> None:
     contact_sheet(tmp_path / "s.png", videos, ["dark", "bright and a long title " * 20])
     pixels = np.asarray(Image.open(tmp_path / "s.png"))
     assert ((pixels == 10).all(-1).sum(), (pixels == 200).all(-1).sum()) >= (5 * 96 * 64, 5 * 96 * 64)
+
+
+def test_a_contact_sheet_of_many_large_clips_takes_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = list[np.ndarray]()
+
+    def sheet(path: Path, videos: Sequence[np.ndarray], titles: Sequence[str], columns: int) -> None:
+        kept.extend(videos)
+        contact_sheet(path, [video[:, ::8, ::8] for video in videos], titles, columns)
+
+    monkeypatch.setattr(clips, "write_mp4", lambda path, video, fps: path.touch())
+    monkeypatch.setattr(clips, "contact_sheet", sheet)
+    large = np.full((8, 720, 1280, 3), 90, np.uint8)
+    *files, page = write_clips(tmp_path / "x", ((number, large) for number in range(200)), ["a disc"] * 200, 8.0)
+    assert len(files) == 200 and all(file.is_file() for file in files)
+    assert len(kept) == SHEET_CLIPS and all(video.nbytes <= 3 << 20 for video in kept)
+    assert np.array_equal(sheet_frames(kept[0]), kept[0]) and (kept[0] == 90).all()
+    picture = np.zeros((1, 1024, 1024, 3), np.uint8)
+    assert sheet_frames(picture).shape == picture.shape, "a picture stays as it is"
+    contact_sheet(tmp_path / "all.png", [video[:, ::8, ::8] for video in kept], ["a disc"] * SHEET_CLIPS, 2)
+    assert Image.open(page).height > Image.open(tmp_path / "all.png").height, "a line says how many more there are"
 
 
 def test_text_of_pictures_has_the_letters_of_a_font_and_keeps_to_its_width() -> None:

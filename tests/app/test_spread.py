@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from app.cli import app
-from app.drawing.video import read_mp4
+from app.drawing.video import SHEET_CLIPS, read_mp4
 from app.sampling import clip_worker
 from app.sampling import spread as spreading
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWork, ClipWorker, MadeClip
-from app.sampling.clips import ClipChanges, ClipSettings, clips_of
+from app.sampling.clips import ClipChanges, ClipSettings, clip_files, clips_of
 from app.sampling.crew import ClipCrew, CrewError
 from app.sampling.model import saved_model
 from app.sampling.prompt_queue import ClipRecord, PromptQueue
@@ -124,6 +124,27 @@ def test_a_record_continues_its_own_job_only(tmp_path: Path) -> None:
     other = replace(job(tmp_path), settings=replace(settings(), seed=7))
     assert ClipRecord(path, other, PROMPTS).finished() == set()
     assert ClipRecord(path, job(tmp_path), PROMPTS).finished() == set()  # it is the other job's now
+
+
+def test_of_many_clips_that_are_there_those_of_the_contact_sheet_alone_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was killed over its sheet ends when the same command is given again."""
+    prompts, read = ["a disc"] * (SHEET_CLIPS + 8), list[Path]()
+    files, sheet = clip_files(tmp_path / "x.mp4", len(prompts))
+    record = ClipRecord(tmp_path / "x.clips.jsonl", job(tmp_path), prompts)
+    record.finished()
+    for number, file in enumerate(files):
+        file.touch()
+        record.add(number)
+
+    def decoded(file: Path) -> np.ndarray:
+        read.append(file)
+        return np.zeros((5, 16, 24, 3), np.uint8)
+
+    monkeypatch.setattr(spreading, "read_mp4", decoded)
+    assert spread(job(tmp_path), prompts, tmp_path / "x.mp4", 1) == [*files, sheet]
+    assert sorted(read) == files[:SHEET_CLIPS] and sheet.is_file()
 
 
 @pytest.fixture(scope="module")
