@@ -388,7 +388,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
             _check_pixels(*image.size, clip, job)
             image.load()  # a PNG may say after its pixels how it is turned
             turn = EXIF_TRANSPOSES.get(orientation(image))
-            upright = _rgb(image if turn is None else image.transpose(turn))
+            upright = as_shown(image if turn is None else image.transpose(turn))
             if clip.crop is not None:
                 _check_crop(clip.crop, *upright.size)
                 upright = upright.crop((clip.crop.left, clip.crop.top, clip.crop.right, clip.crop.bottom))
@@ -399,7 +399,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
     return _cut(np.asarray(scaled), bucket.height, bucket.width)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def as_shown(image: Image.Image) -> Image.Image:
     """8-bit RGB as a viewer shows it: 16-bit greys scaled, transparent pictures on white. Pillow alone cuts off every
     grey above 255, and shows the colours that hide under transparent pixels."""
     from PIL import Image

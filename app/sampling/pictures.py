@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from data.decode import as_shown
+from data.media import PILLOW_ERRORS
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -39,12 +41,10 @@ def read_picture(path: str | Path, option: str, height: int, width: int) -> np.n
 def _read(path: Path, height: int, width: int, option: str) -> np.ndarray:
     try:
         with Image.open(path) as opened:
-            picture = ImageOps.exif_transpose(opened).convert("RGBA")
+            picture = as_shown(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise ConfigError(f"{option} {path} is no picture that Pillow reads; give a PNG, JPEG, WebP or BMP.") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (*PILLOW_ERRORS, Image.DecompressionBombError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise ConfigError(f"{option} {path} cannot be read ({why}); give a whole picture file.") from None
-    white = Image.new("RGBA", picture.size, "white")  # as the data layer puts transparent pictures on white
-    opaque = Image.alpha_composite(white, picture).convert("RGB")
-    return np.array(ImageOps.fit(opaque, (width, height), Image.Resampling.LANCZOS))
+    return np.array(ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS))

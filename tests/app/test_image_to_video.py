@@ -161,12 +161,20 @@ def test_pictures_are_cut_to_the_clip(tmp_path: Path) -> None:
     assert read_picture(tmp_path / "clear.png", "--image", 20, 30).min() == 255
 
 
+def test_greys_of_16_bits_are_scaled_as_those_of_the_training_are(tmp_path: Path) -> None:
+    gradient = np.linspace(0, 65535, 30 * 20).reshape(20, 30)
+    Image.fromarray(gradient.astype(np.uint16)).save(tmp_path / "grey.png")
+    found = read_picture(tmp_path / "grey.png", "--image", 20, 30)
+    assert np.abs(found - gradient[..., None] / 256).max() <= 1
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (b"no picture", "is no picture that Pillow reads"),
         (None, "cannot be read .No such file"),
         (b"\x89PNG\r\n\x1a\n" + bytes(40), "PNG|picture|cannot"),
+        (b"DDS " + (124).to_bytes(4, "little") + bytes(120), "cannot be read .Unknown pixel format"),
     ],
 )
 def test_a_broken_picture_is_one_sentence(tmp_path: Path, content: bytes | None, sentence: str) -> None:
