@@ -21,8 +21,13 @@ def report(
     from app.report.page import write_report
 
     folder = RunDir.open(run)
-    timeline = write_timeline(folder, StepRange.parse(steps) if steps else None)
-    page = write_report(folder, out)
-    shown = "" if timeline.whole else f"steps {timeline.first:,} to {timeline.last:,}, --steps shows others; "
-    print(f"report    {page}")
-    print(f"timeline  {timeline.path}  ({shown}open it at ui.perfetto.dev)")
+    try:
+        timeline = write_timeline(folder, StepRange.parse(steps) if steps else None)
+        shown = "" if timeline.whole else f"steps {timeline.first:,} to {timeline.last:,}, --steps shows others; "
+        said = f"timeline  {timeline.path}  ({shown}open it at ui.perfetto.dev)"
+    except OSError as error:
+        if out is None or steps:
+            raise
+        said = f"note: {folder}/timeline.json cannot be written ({error.strerror or error})."
+    print(f"report    {write_report(folder, out)}")
+    print(said)

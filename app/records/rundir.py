@@ -95,9 +95,10 @@ class RunDir:
         return dict(sorted(plans.items()))
 
     def samples(self) -> list[Path]:
-        """Pictures and clips of samples/, newest step first, prompts in order; without those that were put aside."""
+        """Pictures and clips of samples/, newest step first, prompts in order; without those that were put aside, and
+        links to nothing."""
         folder = self.path / "samples"
-        found = [path for path in folder.rglob("*") if path.suffix in (".mp4", ".png")]
+        found = [path for path in folder.rglob("*") if path.suffix in (".mp4", ".png") and path.is_file()]
         files = [path for path in found if not path.relative_to(folder).parts[0].startswith(_LATER)]
         return sorted(files, key=lambda path: (-_step_of(path), path.name))
 

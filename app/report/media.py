@@ -46,17 +46,27 @@ def _caption(path: Path, config_prompts: Sequence[str]) -> str:
     Without that file step-60-01 is taken for prompt number 1 of the config, drawn at step 60. A contact sheet has no
     caption but its name.
     """
+    prompts: Sequence[str]
     name, _, number = path.stem.rpartition("-")
     if not number.isdecimal() or path.with_suffix(".json").is_file():
         name, number = path.stem, ""
     if (listed := path.with_name(f"{name}.json")).is_file():
-        prompts = json.loads(listed.read_text(encoding="utf-8"))
+        prompts = _listed(listed)
     elif match := re.fullmatch(r"(step-\d+)(?:-(\d+))?", path.stem):
         name, number, prompts = match[1], match[2] or "", config_prompts
     else:
         return path.stem
     known = 1 < len(prompts) > int(number) if number else path.suffix == ".mp4" and len(prompts) == 1
     return f"{name}: {prompts[int(number or 0)]}" if known else path.stem
+
+
+def _listed(path: Path) -> list[str]:
+    """The prompts of a file; none where it is cut, or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return list(map(str, found)) if isinstance(found, list) else []
 
 
 def _embed(path: Path) -> str:

@@ -76,10 +76,10 @@ def buckets_html(run: RunDir, spans: SpanTotals) -> str:
 
 
 def _tokens_of(run: RunDir, shapes: Iterable[PixelShape]) -> dict[PixelShape, int]:
-    """Tokens of one sample per bucket; empty when the model's folders are not on this machine."""
+    """Tokens of one sample per bucket; empty when the model's folders are not on this machine, or not to be read."""
     try:
         _, geometry = resolve(RunConfig.load(run.path / "config.yaml").model)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         log.warning("bucket table without tokens: %s", error)
         return {}
     return {shape: geometry.tokens(*shape) for shape in shapes}

@@ -100,7 +100,7 @@ def spread(
         finally:
             crew.close()
     contact_sheet(sheet, [shown[index] for index in sorted(shown)], prompts, columns=1 if len(prompts) <= 4 else 2)
-    sheet.with_suffix(".json").write_text(json.dumps(list(prompts)), encoding="utf-8")
+    write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
     record.path.unlink()
     return [*files, sheet]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -12,10 +13,12 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from actors.records.events import EnvironmentSeen, RunFinished
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
+from app.cli import app
 from app.drawing.svg import ACROSS, Bar, BarRow, Lane, Series, bars, line_chart, thin_out, ticks, timeline
 from app.records.rundir import RunDir
 from app.records.timeline import final_times, windows
@@ -24,6 +27,7 @@ from app.report.page import write_report
 from app.report.totals import SpanTotals, StepTotals
 from app.sampling.clips import write_clips
 from data.ledger import Fault, Ledger, Reason
+from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
 
@@ -172,6 +176,38 @@ def test_clips_are_captioned_with_the_prompts_they_were_made_from(run_folder: Pa
         "step-30",
         "step-29-prompts",
     ]
+
+
+@pytest.mark.parametrize("content", ["", '["a pro', '{"a": 1}', "7", "[]"])
+def test_a_list_of_prompts_that_is_none_leaves_clips_with_their_names(run_folder: Path, content: str) -> None:
+    samples = run_folder / "samples"
+    write_clips(samples / "red.mp4", enumerate(np.zeros((2, 2, 32, 32, 3), np.uint8)), ["one", "two"], 8)
+    (samples / "red.json").write_text(content)
+    (samples / "blue.mp4").symlink_to(samples / "gone.mp4")
+    text = write_report(RunDir.open(run_folder)).read_text()
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", text)[-3:] == ["red-00", "red-01", "red"]
+
+
+def test_buckets_have_no_tokens_where_the_folders_of_the_model_may_not_be_read(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(model: ModelConfig) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "weights/config.json")
+
+    whole = write_report(RunDir.open(run_folder)).read_text()
+    monkeypatch.setattr("app.report.tables.resolve", resolve)
+    text = write_report(RunDir.open(run_folder)).read_text()
+    assert text.count("<td>-</td>") > whole.count("<td>-</td>")
+
+
+def test_the_page_is_made_elsewhere_where_the_folder_of_the_run_takes_no_files(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    (run_folder / "timeline.json").mkdir()
+    made = CliRunner().invoke(app, ["report", str(run_folder), "--out", str(tmp_path / "page.html")])
+    assert made.exit_code == 0 and "timeline.json cannot be written (Is a directory)" in made.output
+    assert (tmp_path / "page.html").is_file()
+    assert isinstance(CliRunner().invoke(app, ["report", str(run_folder)]).exception, IsADirectoryError)
 
 
 def test_buckets_count_a_bag_once_and_add_up_its_seconds() -> None:
