@@ -126,7 +126,7 @@ class RunState:
         if not self._silent:
             self._first = self._find(CommitLog(committed=self.standing.committed, recorded=recorded)).origin
             self._tell_torn()
-        self._refuse_to_guess(self._first.step if self._first is not None else -1, last_step=-1)
+        self._refuse_to_guess(self._first.step if self._first is not None else -1, self.standing.committed)
         return self._first
 
     def _find(self, commits: CommitLog) -> Recovery:

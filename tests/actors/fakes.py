@@ -217,7 +217,7 @@ class StateHere:
         """`first` is the step that the controller goes on from; `full` is what a write fails with."""
         self._on_disk, self._first, self._frees, self._full = list(on_disk), first, frees, full
         self.asked: list[str] = []
-        self.writer = Writing()
+        self.standing, self.writer = Standing(), Writing()
 
     def first(self, recorded: tuple[int, int] | None) -> Origin | None:
         self.recorded = recorded

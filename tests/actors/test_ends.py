@@ -13,16 +13,29 @@ import pytest
 import ray
 
 from actors.feed.step_source import feeder_of
+from actors.held_state import HeldShard
 from actors.names import run_id
 from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.records.events import FeederLost, RunFinished
 from actors.run.controller import Controller
 from actors.run.ending import Ending
 from actors.state.checkpoint_files import load
+from actors.state.keeper import Standing
 from actors.step import DataLost
 from app.bench.lab import OPEN_END, Lab, LabRun
 from data.errors import DataError, DataIOError
-from tests.actors.fakes import Handle, Listening, SourceHere, StateHere, config_of, controller_of, pool_here
+from tests.actors.fakes import (
+    Handle,
+    KeepersHere,
+    Listening,
+    SourceHere,
+    StateHere,
+    config_of,
+    controller_of,
+    pool_here,
+    state_of,
+)
+from tests.families.kit import MODEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -281,6 +294,23 @@ def test_every_error_but_those_that_another_controller_answers_keeps_the_last_st
     assert state.asked == (["keep_last", "seal_last", "free_memory"] if kept else [])
     source, planner = made.source, made.planner
     assert source.closed and planner.closed, "what cannot be ended does not keep the others"  # type: ignore[attr-defined]
+
+
+def test_an_error_before_a_controller_knows_how_far_the_run_is_keeps_what_its_keepers_hold(tmp_path: Path) -> None:
+    """The file server did not answer when the newest line of metrics was read, and the keepers were ended."""
+
+    class Unread(Listening):
+        def newest_line(self) -> tuple[int, int] | None:
+            raise OSError(errno.EIO, "Input/output error", "metrics.jsonl")
+
+    held = HeldShard(step=450, generation=3, lo=0, hi=10, total=10, num_bytes=160)
+    keepers = KeepersHere(Standing(committed=450, generation=3), a=[held])
+    state = state_of(tmp_path, keepers=keepers, model=MODEL)
+    made = controller_of(state, events=Events(Unread()))
+    with pytest.raises(OSError, match="Input/output error"):
+        made.train()
+    assert state.writer.saved == [450] and ("close",) not in keepers.told  # type: ignore[attr-defined]
+    assert "451 steps are committed, no checkpoint is on disk" in made.left, "the writer here writes nothing"
 
 
 def test_an_outcome_keeps_the_last_step_too() -> None:
