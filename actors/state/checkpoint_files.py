@@ -8,6 +8,9 @@
 
 A checkpoint written by N workers is read by any other number. No pickle anywhere. Every file appears under its name
 only when its bytes are on disk (write aside, fsync, rename, fsync of the folder).
+
+Where storage does not answer (`ops.passing`) it is not known whether a checkpoint is whole: whoever reads one raises
+that OSError, and whoever removes some leaves it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from ops.models.config import ModelConfig
+from ops.passing import UNREACHABLE
 from ops.shards import Distance, ShardState, Slot, cut, missing
 
 if TYPE_CHECKING:
@@ -177,7 +181,9 @@ def is_complete(folder: Path) -> bool:
     """COMPLETE is there and every file it lists has its full size. `damage` looks at the bytes, too."""
     try:
         return all((folder / file.name).stat().st_size == file.size for file in _listed(folder))
-    except (OSError, CheckpointError):
+    except (OSError, CheckpointError) as error:
+        if _may_pass(error):
+            raise
         return False
 
 
@@ -193,6 +199,8 @@ def damage(folder: Path) -> str:
             return f"{', '.join(wrong)}: the bytes are not those that were written (checksum)"
         load(folder)
     except (OSError, CheckpointError) as error:
+        if _may_pass(error):
+            raise
         return str(error)
     return ""
 
@@ -278,15 +286,20 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, until: int | None = N
     Kept are the `keep_last` newest complete ones (0: all of them), those after a multiple of `keep_every` steps, and
     whatever is newer than the newest complete one (it may be in the making). Those after step `until` count as none,
     and stay: a run that passed them over because they are damaged would else lose the one that it has just written.
-    One that the storage does not let go now goes next time.
+    What the storage does not let go now, or says nothing about, goes next time.
     """
-    found = [folder for folder in complete(root) if until is None or _step_of(folder) <= until]
+    try:
+        there, whole = _step_folders(root), complete(root)
+    except OSError as error:
+        log.warning("no old checkpoint is removed now: %s", error)
+        return []
+    found = [folder for folder in whole if until is None or _step_of(folder) <= until]
     if not found:
         return []
     keep = set(found[-keep_last:])  # all of them for 0
     keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
     newest = _step_of(found[-1])
-    old = [folder for folder in _step_folders(root) if folder not in keep and _step_of(folder) <= newest]
+    old = [folder for folder in there if folder not in keep and _step_of(folder) <= newest]
     return [folder for folder in old if _try_to_remove(folder)]
 
 
@@ -360,6 +373,8 @@ def _open_shard(path: Path) -> ShardState:
             distances=tuple(Distance(**one) for one in json.loads(numbers.get("distances", "[]"))),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if _may_pass(error):
+            raise
         raise CheckpointError(f"{path} cannot be read as a shard ({error}); use another checkpoint.") from error
 
 
@@ -384,6 +399,8 @@ def _listed(folder: Path) -> list[File]:
             for name, entry in entries
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if _may_pass(error):
+            raise
         raise CheckpointError(f"{folder / COMPLETE} cannot be read ({error}); use another checkpoint.") from error
 
 
@@ -394,8 +411,15 @@ def _meta(folder: Path, files: Sequence[File]) -> Meta:
     try:
         meta: Meta = json.loads((folder / META).read_bytes())
     except (OSError, ValueError) as error:
+        if _may_pass(error):
+            raise
         raise CheckpointError(f"{folder / META} cannot be read ({error}); use another checkpoint.") from error
     return meta
+
+
+def _may_pass(error: Exception) -> bool:
+    """Storage does not answer, whatever it holds."""
+    return isinstance(error, OSError) and error.errno in UNREACHABLE
 
 
 def _changed(folder: Path, file: File) -> str:
@@ -436,8 +460,9 @@ def _sync_folder(folder: Path) -> None:
 
 def remove_torn(folder: Path) -> None:
     """Free the room that an attempt takes which has failed. A complete checkpoint stays."""
-    if folder.exists() and not is_complete(folder):
-        _try_to_remove(folder)
+    with suppress(OSError):  # storage does not say whether it is one
+        if folder.exists() and not is_complete(folder):
+            _try_to_remove(folder)
 
 
 def _try_to_remove(folder: Path) -> bool:

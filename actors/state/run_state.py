@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import ray
 
@@ -56,13 +56,18 @@ from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
 from ops.counted import counted
 from ops.models.config import ModelConfig
+from ops.passing import UNREACHABLE
 from ops.shards import bytes_per_weight
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
+_STORAGE_S = 60.0  # for storage to answer again, before what it does not give counts as lost
+_AGAIN_S = 1.0  # until it is asked again
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
 _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
@@ -212,24 +217,28 @@ class RunState:
         held = position if position is not None and position[0] <= committed else None
         while (found := self.on_disk()) is not None and (held is None or held[0] < found[0] <= committed):
             if not self._is_damaged(found[1]):
-                return load(found[1])[0].get("data_token")
+                return _answer(partial(load, found[1]))[0].get("data_token")
         return held[1] if held is not None else None
 
     def on_disk(self) -> tuple[int, Path] | None:
-        """The newest complete checkpoint that has not been found damaged."""
-        folders = complete(root_of(self._run_dir))
+        """The newest complete checkpoint that has not been found damaged. Raises what keeps storage from saying so."""
+        folders = _answer(lambda: complete(root_of(self._run_dir)))
         whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
         return (step_of(whole[-1]), whole[-1]) if whole else None
 
     def step_on_disk(self) -> int:
-        """The step of the newest complete checkpoint; -1 without one."""
-        found = self.on_disk()
+        """The step of the newest complete checkpoint; -1 without one, or while storage does not say."""
+        try:
+            found = self.on_disk()
+        except OSError as error:
+            log.warning("which checkpoints are on disk is not known: %s", error)
+            return -1
         return found[0] if found is not None else -1
 
     def _is_damaged(self, folder: Path) -> bool:
         """Reads it, once per checkpoint."""
         if (stamp := _stamp(folder)) not in self._verdicts:
-            self._verdicts[stamp] = why = damage(folder)
+            self._verdicts[stamp] = why = _damage(folder)
             if why:
                 log.warning("%s is passed over: %s", folder, why)
                 self._tell(CheckpointDamaged(folder=folder.name, why=why))
@@ -237,7 +246,8 @@ class RunState:
 
     def _tell_torn(self) -> None:
         """Says why another than the newest checkpoint is used."""
-        for folder in incomplete(root_of(self._run_dir), self.step_on_disk()):
+        on_disk = self.step_on_disk()
+        for folder in _answer(lambda: incomplete(root_of(self._run_dir), on_disk)):
             log.warning("%s is passed over: it is not complete", folder)
             self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
 
@@ -445,6 +455,27 @@ class RunState:
                     ", lower snapshot.copies, or set snapshot.enabled: false" if enabled else "",
                 )
                 self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20, enabled=enabled))
+
+
+def _answer(question: Callable[[], T]) -> T:
+    """What storage says, which may not answer for a moment. Raises what keeps it from that for longer."""
+    deadline = time.monotonic() + _STORAGE_S
+    while True:
+        try:
+            return question()
+        except OSError as error:
+            if error.errno not in UNREACHABLE or time.monotonic() > deadline:
+                raise
+            log.warning("checkpoints are looked at once more: %s", error)
+            time.sleep(_AGAIN_S)
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with a complete checkpoint, or nothing. What cannot be read for long is as good as lost."""
+    try:
+        return _answer(lambda: damage(folder))
+    except OSError as error:
+        return str(error)
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:

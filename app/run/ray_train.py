@@ -86,9 +86,9 @@ def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
     try:
         left = rescue(runtime_config(config, folder))
+        saved = latest(folder / "checkpoints") is not None
     except Exception as second:  # the state is where it was; the message has both errors
-        left = f"its last steps could not be saved from the keepers ({one_line(second)})"
-    saved = latest(folder / "checkpoints") is not None
+        left, saved = f"its last steps could not be saved from the keepers ({one_line(second)})", False
     left = left or (
         "Its last committed step is on disk; go on with --resume"
         if saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import threading
@@ -28,6 +29,7 @@ from actors.state.checkpoint_files import (
     model_state,
     parameters_meta,
     prune,
+    remove_torn,
     seal,
     step_folder,
     write_shard,
@@ -372,6 +374,34 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
     monkeypatch.setattr("actors.state.checkpoint_files.shutil.rmtree", busy)
     assert prune(tmp_path, keep_last=1) == []
     assert latest(tmp_path) == step_folder(tmp_path, 19)
+
+
+@pytest.mark.parametrize("asked", ["size", "bytes"])
+def test_a_checkpoint_that_storage_does_not_give_now_is_no_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """A stale handle is back after a moment. Meanwhile a milestone of keep_every was removed, and a whole checkpoint
+    where another attempt at its step began."""
+    for step in (9, 19, 29):
+        write(tmp_path, step)
+    milestone = step_folder(tmp_path, 9)
+    size, read = Path.stat, Path.open
+
+    def answers(path: Path, asks: str) -> None:
+        if asks == asked and path.parent == milestone and path.suffix:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as stale:
+        stale.setattr(Path, "stat", lambda path, **how: answers(path, "size") or size(path, **how))
+        stale.setattr(Path, "open", lambda path, *mode, **how: answers(path, "bytes") or read(path, *mode, **how))
+        assert prune(tmp_path, keep_last=1, keep_every=10) == []
+        remove_torn(milestone)
+        with pytest.raises(OSError, match="Stale file handle"):
+            begin(milestone)
+        with pytest.raises(OSError, match="Stale file handle"):
+            load(milestone)
+    assert [folder.name for folder in complete(tmp_path)] == ["step-9", "step-19", "step-29"]
+    assert not damage(milestone)
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:

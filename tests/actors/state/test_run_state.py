@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import ray
 
 from actors.held_state import HeldShard, Origin
 from actors.messages import Handover, WorkerInfo
+from actors.records.events import CheckpointDamaged
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
@@ -21,7 +24,7 @@ from actors.state.recovery import CommitLog
 from actors.state.run_state import StuckCommit
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
-from tests.actors.fakes import Handle, KeepersHere, Writing, collected, snapshot, source_of, state_of
+from tests.actors.fakes import Handle, KeepersHere, Listening, Writing, collected, snapshot, source_of, state_of
 from tests.families.kit import MODEL
 
 ANOTHER_POSITION = {"step": 3}
@@ -31,12 +34,13 @@ def held(step: int) -> HeldShard:
     return HeldShard(step=step, generation=3, lo=0, hi=10, total=10, num_bytes=0)
 
 
-def write_checkpoint(run_dir: Path, step: int, token: dict[str, Any]) -> None:
+def write_checkpoint(run_dir: Path, step: int, token: dict[str, Any]) -> Path:
     folder = checkpoint.step_folder(root_of(run_dir), step)
     checkpoint.begin(folder)
     shard = ShardState(updates=step, lo=0, hi=4, total=4, arrays={"master": np.zeros(4, np.float32)})
     file = checkpoint.write_shard(folder, shard)
     checkpoint.seal(folder, {"step": step, "data_token": token, "parameters": []}, [(0, 4)], [file])
+    return folder
 
 
 @pytest.mark.parametrize("open_", [True, False])
@@ -73,6 +77,46 @@ def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
         write_checkpoint(tmp_path, disk, {"from": "disk"})
     state = state_of(tmp_path, keepers=KeepersHere(Standing(position=position)))
     assert state.data_token(7) == ({"from": expected} if expected else None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step", "told"), [(1, 399, []), (1e9, 299, [CheckpointDamaged])], ids=["for a moment", "for good"]
+)
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, step: int, told: list[type]
+) -> None:
+    write_checkpoint(tmp_path, 299, {})
+    newest, now = write_checkpoint(tmp_path, 399, {}), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    read = checkpoint._as_it_is
+
+    def stale(path: Path) -> checkpoint.File:
+        if path.parent == newest and now[0] < seconds:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "_as_it_is", stale)
+    origin = state_of(tmp_path, listener=(listener := Listening())).first()
+    assert origin is not None and origin.step == step and listener.kinds == told and now[0] < 100
+
+
+def test_where_storage_does_not_say_what_it_has_the_keepers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 7, {})
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+
+    def silent(folder: Path) -> bool:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(folder))
+
+    state = state_of(tmp_path, keepers=(keepers := KeepersHere()))
+    with monkeypatch.context() as lost:
+        lost.setattr(checkpoint, "is_complete", silent)
+        assert not state.free_memory(7) and keepers.told == []
+    assert state.free_memory(7)
 
 
 def info(worker: str, node: str, pid: int) -> WorkerInfo:
