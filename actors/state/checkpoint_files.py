@@ -21,7 +21,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -280,13 +280,15 @@ def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str
 # Housekeeping -------------------------------------------------------------------------------------------------------
 
 
-def prune(root: Path, keep_last: int, keep_every: int = 0, until: int | None = None) -> list[Path]:
+def prune(
+    root: Path, keep_last: int, keep_every: int = 0, until: int | None = None, writing: Collection[int] = ()
+) -> list[Path]:
     """Remove old checkpoints; returns what was removed.
 
-    Kept are the `keep_last` newest complete ones (0: all of them), those after a multiple of `keep_every` steps, and
-    whatever is newer than the newest complete one (it may be in the making). Those after step `until` count as none,
-    and stay: a run that passed them over because they are damaged would else lose the one that it has just written.
-    What the storage does not let go now, or says nothing about, goes next time.
+    Kept are the `keep_last` newest complete ones (0: all of them), those after a multiple of `keep_every` steps, those
+    of steps in `writing`, and whatever is newer than the newest complete one (it may be in the making). Those after
+    step `until` count as none, and stay: a run that passed them over because they are damaged would else lose the one
+    that it has just written. What the storage does not let go now, or says nothing about, goes next time.
     """
     try:
         there, whole = _step_folders(root), complete(root)
@@ -299,6 +301,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, until: int | None = N
     keep = set(found[-keep_last:])  # all of them for 0
     keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
     newest = _step_of(found[-1])
+    keep |= {folder for folder in there if _step_of(folder) in writing}
     old = [folder for folder in there if folder not in keep and _step_of(folder) <= newest]
     return [folder for folder in old if _try_to_remove(folder)]
 

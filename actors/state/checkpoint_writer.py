@@ -227,8 +227,8 @@ class Writer:
 
     def _is_whole(self, step: int, folder: Path) -> None:
         self._newest_whole = max(self._newest_whole, step)  # an earlier one may be whole later
-        until = self._newest_whole
-        for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every, until=until):
+        last, every, until = self._config.keep_last, self._config.keep_every, self._newest_whole
+        for removed in checkpoint.prune(self._root, last, every, until=until, writing=self.steps):
             log.info("removed %s", removed.name)
         self._events.checkpoint(folder, step)
 

@@ -286,9 +286,10 @@ def test_what_an_attempt_has_left_that_was_given_up_goes_when_storage_answers_ag
 def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of a run is written beside the one before it, and may be done first."""
+    """The last of a run is written beside the one before it, and may be done first: that one stays meanwhile, although
+    it is older and not whole."""
     older, late, last = (write(tmp_path, step) for step in (79, 89, 99))
-    not_yet = late.rename(tmp_path / "not yet")
+    not_yet = (late / checkpoint.COMPLETE).rename(tmp_path / "not yet")
     tasks = Tasks(monkeypatch)
     writer = checkpoints.Writer(
         tmp_path, CheckpointConfig(every=10, keep_last=2), 99, Events(Listening()), weight_bytes=16
@@ -297,7 +298,7 @@ def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
         save(writer, step)
     tasks.done.add(1)
     writer.poll()
-    not_yet.rename(late)
+    not_yet.rename(late / checkpoint.COMPLETE)
     tasks.done.add(0)
     writer.poll()
     assert writer.steps == [] and not older.exists() and late.is_dir() and last.is_dir()
