@@ -41,13 +41,15 @@ class _LogListener:
         log.info("%s was written from the keepers", folder)
 
 
-def rescue(config: RuntimeConfig) -> str:
-    """Called when no controller of the run is alive. Returns what is not on disk and how to go on; "": all is."""
+def rescue(config: RuntimeConfig, recorded: tuple[int, int] | None) -> str:
+    """Called when no controller of the run is alive. `recorded` are step and generation of the newest line of metrics,
+    whose step counts, whether keepers have heard of it or not. Returns what is not on disk and how to go on; "": all
+    is."""
     run_dir, model = Path(config.run_dir), resolve(config.model)[0]
     state = assemble_state(run_id(run_dir), config, model, _NoFeeder(), Events(_LogListener()))
     committed = state.standing.committed
     try:
-        committed = max(committed, state.keep_last((), CommitLog(committed=committed)))
+        committed = max(committed, state.keep_last((), CommitLog(committed=committed, recorded=recorded)))
         state.seal_last()
     except Exception:  # a full disk, or keepers that are gone, too: the caller's error is the one to report
         log.exception("step %d was not written", committed)

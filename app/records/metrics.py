@@ -122,6 +122,14 @@ class StepFile:
         self._lines.close()
 
 
+def newest_line(run_dir: Path) -> tuple[int, int] | None:
+    """(step, generation) of the newest line of a run's metrics; None without one."""
+    for _, record in backwards(run_dir / METRICS):
+        if "step" in record:
+            return int(number_in(record, "step", -1)), int(number_in(record, "generation", -1))
+    return None
+
+
 class Metrics:
     """The one writer of a run's metrics."""
 
@@ -173,11 +181,8 @@ class Metrics:
         self._steps.sync()
 
     def newest_line(self) -> tuple[int, int] | None:
-        """(step, generation) of the newest line, also of an earlier writer's; None without one."""
-        for _, record in backwards(self._folder / METRICS):
-            if "step" in record:
-                return int(number_in(record, "step", -1)), int(number_in(record, "generation", -1))
-        return None
+        """Also of an earlier writer's."""
+        return newest_line(self._folder)
 
     def quiet(self) -> list[RunEvent]:
         """An event for each tracker that nobody sees as things are."""

@@ -21,6 +21,7 @@ from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
 from app.export.live import LiveLora
+from app.records.metrics import newest_line
 from app.records.rundir import METRICS
 from app.records.tails import last_line
 from app.run.asides import RunAsides
@@ -132,7 +133,10 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         if continues(error) or isinstance(error, Superseded):
             raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         log.exception("the controller failed")
-        left = controller.left if controller is not None else rescue(runtime_config(config, folder))
+        if controller is not None:
+            left = controller.left
+        else:
+            left = rescue(runtime_config(config, folder), newest_line(folder))
         outcome = _outcome_of(error, folder)
         guard()
         tell_failure(folder, outcome, begin)  # where the recorder could not be opened

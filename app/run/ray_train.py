@@ -21,6 +21,7 @@ from actors.names import label_of
 from actors.outcome import Exit, Outcome
 from app.inputs.cluster import given_cluster
 from app.records.follow import Follower
+from app.records.metrics import newest_line
 from app.records.rundir import METRICS
 from app.records.tails import last_line
 from app.run.cluster import RayGone, wait_while_ray_lives
@@ -85,7 +86,7 @@ def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
 
     reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
     try:
-        left = rescue(runtime_config(config, folder))
+        left = rescue(runtime_config(config, folder), newest_line(folder))
         saved = latest(folder / "checkpoints") is not None
     except Exception as second:  # the state is where it was; the message has both errors
         left, saved = f"its last steps could not be saved from the keepers ({one_line(second)})", False

@@ -19,6 +19,7 @@ from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues
 from actors.records.events import FeederLost, RunFinished
 from actors.run.controller import Controller
 from actors.run.ending import Ending
+from actors.run.rescue import rescue
 from actors.state.checkpoint_files import load
 from actors.state.keeper import Standing
 from actors.step import DataLost
@@ -311,6 +312,20 @@ def test_an_error_before_a_controller_knows_how_far_the_run_is_keeps_what_its_ke
         made.train()
     assert state.writer.saved == [450] and ("close",) not in keepers.told  # type: ignore[attr-defined]
     assert "451 steps are committed, no checkpoint is on disk" in made.left, "the writer here writes nothing"
+
+
+@pytest.mark.parametrize(("recorded", "saved"), [(None, 100), ((137, 3), 137), ((137, 4), 100)])
+def test_what_is_left_of_a_run_without_a_controller_goes_on_from_its_newest_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: tuple[int, int] | None, saved: int
+) -> None:
+    """With snapshot.every: 50 step 100 was the last snapshot, and at a clean end workers handed over that of step 137,
+    of which keepers have heard no commit."""
+    shards = [HeldShard(step=step, generation=3, lo=0, hi=10, total=10, num_bytes=160) for step in (100, 137)]
+    keepers = KeepersHere(Standing(committed=100, generation=3), a=shards)
+    state = state_of(tmp_path, keepers=keepers, model=MODEL)
+    monkeypatch.setattr("actors.run.rescue.assemble_state", lambda *parts: state)
+    left = rescue(config_of(tmp_path, model=MODEL), recorded)
+    assert state.writer.saved == [saved] and left.startswith(f"{saved + 1} steps are committed")  # type: ignore[attr-defined]
 
 
 def test_an_outcome_keeps_the_last_step_too() -> None:

@@ -111,16 +111,19 @@ def settings(folder: Path, token: str = "") -> ControllerStart:
 def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_keepers_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before there is a controller, and with no place for the outcome either: it is returned."""
+    """Before there is a controller, and with no place for the outcome either: it is returned. The newest line of
+    metrics says up to where what keepers hold counts."""
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "events"))
     monkeypatch.setattr("app.run.controller_process.Recorder", failing(full))
-    monkeypatch.setattr("actors.run.rescue.rescue", lambda config: LEFT)
+    counts: list[tuple[int, int] | None] = []
+    monkeypatch.setattr("actors.run.rescue.rescue", lambda config, recorded: counts.append(recorded) or LEFT)
     monkeypatch.setattr("os.replace", failing(full))
     (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 137, "generation": 3}\n')
     outcome = controller_loop(settings(tmp_path))
     (told,) = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (told["event"], told["code"]) == ("fail", 1), "there is room for a line again"
-    assert outcome is not None and outcome["code"] == 1
+    assert outcome is not None and outcome["code"] == 1 and counts == [(137, 3)]
     assert outcome["reason"] == (
         f"No space left on device: {tmp_path}/events. Make room for {tmp_path}, then continue with --resume. {LEFT}"
     )
