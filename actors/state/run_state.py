@@ -135,11 +135,12 @@ class RunState:
         return self._first
 
     def _find(self, commits: CommitLog) -> Recovery:
-        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out."""
+        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out. While it is read
+        a newer one may become whole."""
         while True:
-            recovery = self._decide(self.on_disk(), commits)
+            recovery = self._decide(found := self.on_disk(), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
-            if folder is None or not self._is_damaged(Path(folder)):
+            if folder is None or not (self._is_damaged(Path(folder)) or self.on_disk() != found):
                 self._silent = self.keepers.silent if recovery.step < commits.newest else ()
                 return recovery
 
@@ -215,15 +216,16 @@ class RunState:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
         position = self.keepers.standing(_POSITION_S).position
         held = position if position is not None and position[0] <= committed else None
-        while (found := self.on_disk()) is not None and (held is None or held[0] < found[0] <= committed):
+        while (found := self.on_disk(committed)) is not None and (held is None or held[0] < found[0]):
             if not self._is_damaged(found[1]):
                 return _answer(partial(load, found[1]))[0].get("data_token")
         return held[1] if held is not None else None
 
-    def on_disk(self) -> tuple[int, Path] | None:
-        """The newest complete checkpoint that has not been found damaged. Raises what keeps storage from saying so."""
+    def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
+        """The newest complete checkpoint up to this step that has not been found damaged. Raises what keeps storage
+        from saying so."""
         folders = _answer(lambda: complete(root_of(self._run_dir)))
-        whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
+        whole = [folder for folder in folders if step_of(folder) <= until and not self._verdicts.get(_stamp(folder))]
         return (step_of(whole[-1]), whole[-1]) if whole else None
 
     def step_on_disk(self) -> int:

@@ -13,6 +13,7 @@ at once; checkpoints; the feeder's files and decoding.
 from __future__ import annotations
 
 import itertools
+import math
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +274,7 @@ class VirtualWriter:
 class VirtualState(RunState):
     """The real state of a run, whose disk is a number."""
 
-    def on_disk(self) -> tuple[int, Path] | None:
+    def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
         """No checkpoint is ever read."""
         return None
 

@@ -66,6 +66,8 @@ def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_k
         (8, 5, "disk"),
         (3, 8, "keepers"),
         (8, None, None),
+        (None, 8, None),
+        (5, 8, "keepers"),
         (None, None, None),
     ],
 )
@@ -99,6 +101,22 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(
     monkeypatch.setattr(checkpoint, "_as_it_is", stale)
     origin = state_of(tmp_path, listener=(listener := Listening())).first()
     assert origin is not None and origin.step == step and listener.kinds == told and now[0] < 100
+
+
+def test_a_checkpoint_that_becomes_whole_while_an_older_one_is_read_is_the_one_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 499, {"from": "499"})
+    read = checkpoint._as_it_is
+
+    def slow(path: Path) -> checkpoint.File:
+        if path.parent.name == "step-499" and not (path.parent.parent / "step-999").exists():
+            write_checkpoint(tmp_path, 999, {"from": "999"})
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "_as_it_is", slow)
+    state = state_of(tmp_path)
+    assert state.recover(CommitLog(committed=1003)).step == 999 and state.data_token(999) == {"from": "999"}
 
 
 def test_where_storage_does_not_say_what_it_has_the_keepers_stay(
