@@ -122,6 +122,7 @@ class RunState:
         )
         self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
+        self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
 
@@ -201,6 +202,7 @@ class RunState:
             lenders[info.node] = (*lenders.get(info.node, ()), info.lends)
             members[info.node] = (*members.get(info.node, ()), (info.pid, info.born))
         self._held = ()
+        self._uncopied = origin is not None and origin.checkpoint is None
         self.keepers.prepare([info.node for info in infos], self._least_bytes(), lenders)
         self.keepers.begin(
             Base(
@@ -256,9 +258,10 @@ class RunState:
     # -- during the run ------------------------------------------------------------------------------------------------
 
     def is_exported(self, step: int) -> bool:
-        """Whether workers copy their state after this step, for keepers or for a checkpoint."""
-        snapshot = self._config.snapshot
-        return (snapshot.enabled and self.interval.is_due(step)) or self.writer.due(step)
+        """Whether workers copy their state after this step, for keepers or for a checkpoint. Once in each generation
+        that has no other copy of what it goes on from, as soon as can be: the next node may be lost."""
+        is_due = self._uncopied or self.interval.is_due(step)
+        return (self._config.snapshot.enabled and is_due) or self.writer.due(step)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is taken of this step."""
@@ -275,7 +278,7 @@ class RunState:
         step = done.running.step
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self._held = done.snapshots
+            self._held, self._uncopied = done.snapshots, False
             saves = self.writer.due(step) and not self.writer.puts_off(step)
             pinned = [*self.writer.steps, *([step] if saves else [])]
             # At once: whoever takes over knows of no line of metrics.

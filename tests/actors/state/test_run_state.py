@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 
+from actors.config import SnapshotConfig
 from actors.held_state import HeldShard, Origin
 from actors.messages import Handover, WorkerInfo
 from actors.records.events import CheckpointDamaged
@@ -161,6 +162,27 @@ def test_keepers_learn_what_a_generation_goes_on_from_and_who_is_in_it(origin: O
         members={"a": ((1, "b1"), (2, "b2")), "b": ((3, "b3"),)},
     )
     assert keepers.told == [("prepare", ("a", "a", "b"), {"a": (7, 14), "b": (21,)}), ("begin", base)]
+
+
+@pytest.mark.parametrize(
+    ("origin", "at_once"),
+    [(Origin(step=7, generation=3), True), (Origin(step=7, checkpoint="folder"), False), (None, False)],
+    ids=["keepers", "checkpoint", "first weights"],
+)
+def test_a_generation_that_goes_on_from_keepers_has_its_state_copied_before_the_next_snapshot_is_due(
+    origin: Origin | None, at_once: bool
+) -> None:
+    """Its ranges are cut anew and lie on one node each: another lost node took the run back to its last checkpoint."""
+    state = state_of(model=MODEL, snapshot=SnapshotConfig(every=50))
+    state.open(origin, 5, [info("w0", "a", 1), info("w1", "b", 2)])
+    assert state.is_exported(8) == at_once
+    state.after_commit(collected(8, 5), {})
+    assert state.is_exported(9) == at_once and state.is_exported(100)
+    state.after_commit(collected(9, 5, snapshot(9, generation=5)), {})
+    assert not state.is_exported(10)
+    off = state_of(model=MODEL, snapshot=SnapshotConfig(enabled=False))
+    off.open(origin, 5, [info("w0", "a", 1)])
+    assert not off.is_exported(8)
 
 
 def test_finished_steps_that_are_found_to_be_held_are_committed_on_the_way() -> None:
