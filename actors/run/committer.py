@@ -82,7 +82,7 @@ class Committer:
     events: Events
     source: StepSource
     relays: RelayFinder | None = None  # by which keepers are called; None: each by itself
-    patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
+    patience_s: float = 60.0  # a keeper that has not taken a shard for longer, or a worker not copied it, is replaced
     say: Callable[[str], object] = lambda trouble: None  # where people ask what the run waits for; "": for nothing
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
@@ -196,11 +196,12 @@ class Committer:
     def _look(self, step: UncommittedStep, timeout_s: float) -> StuckCommit | None:
         """Take in the keepers' answers about a step's shards, waiting at most `timeout_s` for them. Returns why the
         shards must be given to other keepers; None: they need not. Raises GenerationLost where a worker could not copy
-        its state."""
+        its state, or has not for too long."""
         if step.copying:
             for reference in wait(list(step.copying), num_returns=len(step.copying), timeout=timeout_s)[0]:
                 _check_copied(reference, step.copying.pop(reference))
             if step.copying:
+                _check_copying(step, self.patience_s)
                 return None
             step.waiting, step.since = self.state.keepers.hold(step.collected.snapshots, self.relays), time.monotonic()
         if not step.waiting:
@@ -296,6 +297,15 @@ def _check_copied(reference: Ref[None], worker: str) -> None:
     except ray.exceptions.RayTaskError as error:
         why = f"its state was not copied: {error.cause}"
         raise GenerationLost(Failures(failed={worker: why})) from None
+
+
+def _check_copying(step: UncommittedStep, patience_s: float) -> None:
+    """Raises GenerationLost where copies take too long. The update of a step that runs waits for them, and has its
+    limit; after the last step, and at a boundary, nothing else would notice."""
+    waited_s = time.monotonic() - step.since
+    if waited_s > patience_s:
+        why = f"its state has not been copied in {waited_s:.0f} s"
+        raise GenerationLost(Failures(failed=dict.fromkeys(step.copying.values(), why)))
 
 
 def _all_held(references: Sequence[Ref[bool]]) -> bool:

@@ -244,6 +244,25 @@ def test_a_copy_that_never_ends_breaks_the_generation(
     assert lost.value.failures == failures
 
 
+def test_a_worker_that_has_not_copied_its_state_for_long_is_named(
+    ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last step no other step's limit ends it."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    committer, _ = committer_of(committed=6)
+    committer.patience_s = 600.0
+    done = collected(7, 1, held_as(7, "a", copied="copy"))
+    done.reports = (SimpleNamespace(worker="w3"),)
+    committer.add(done)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 590)
+    settle(committer)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 610)
+    with pytest.raises(GenerationLost) as lost:
+        settle(committer)
+    assert lost.value.failures == Failures(failed={"w3": "its state has not been copied in 610 s"})
+
+
 def test_a_step_that_waits_for_slow_keepers_is_told_once(
     ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
