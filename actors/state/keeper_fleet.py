@@ -4,6 +4,7 @@ others; they outlive the controller."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ T = TypeVar("T")
 
 _LOOK_S = 10.0  # an idle keeper answers at once; one that copies a large shard, or whose node swaps, takes longer
 _AGAIN_S = 1.0  # before one that was out of reach is asked again
+_UNFIT_S = 600.0  # what filled a node's memory may have ended by then; longer than the repairs of one commit take
 _ADOPTED_S = 30.0  # for a new keeper to start, and to take its node's memory over
 
 
@@ -57,7 +59,7 @@ class Keepers:
         """`tell` is given an event for each keeper that is given up, and one per question for each that is awaited."""
         self._run, self._tell = run, tell
         self._copies = config.copies if config.enabled else 0
-        self._unfit: set[str] = set()  # nodes without workers that had no room for the state
+        self._unfit: dict[str, float] = {}  # nodes without workers that had no room for the state -> monotonic seconds
         self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle
         self._lost: dict[str, KeeperHandle] = {}  # of those that are gone, until there is another: calls to it fail
         self._nodes: dict[str, str] = {}  # actor name -> node
@@ -86,7 +88,8 @@ class Keepers:
         """
         self._lenders = self._lenders if lenders is None else dict(lenders)
         alive = {node: memory for node, memory in alive_nodes().items() if memory >= needs_bytes}
-        fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
+        now = time.monotonic()
+        fit = {node: memory for node, memory in alive.items() if now - self._unfit.get(node, -math.inf) > _UNFIT_S}
         chosen = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._copies)
         fresh = [node for node in chosen if keeper_name(self._run, node) not in self._handles]
         for node in fresh:
@@ -161,8 +164,8 @@ class Keepers:
         Returns the nodes of workers whose memory no keeper has any more."""
         for name, (host, room) in self._ask(lambda keeper: keeper.room.remote(), timeout_s).items():
             if room < needs_bytes and self._nodes.get(name) not in {None, *worker_nodes}:
-                log.warning("%s has no room for the state: its keeper is used no more", host)
-                self._unfit.add(self._nodes[name])
+                log.warning("%s has no room for the state: its keeper is not used for %.0f s", host, _UNFIT_S)
+                self._unfit[self._nodes[name]] = time.monotonic()
         for name in self.silent:
             silent_s = time.monotonic() - self._silent_since[name]
             if silent_s >= give_up_s:

@@ -334,6 +334,12 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
     assert keepers._placed[0] == (keeper_name("run", "big"),)
     keepers.repair(["gpus"], give_up_s=600.0, needs_bytes=600)  # it is full of something else
     assert keepers._placed[0] == () and listener.told == [] and list(keepers.in_use()) == [keeper_name("run", "gpus")]
+    clock.now += 300
+    keepers.prepare(["gpus"], needs_bytes=600)
+    assert keepers._placed[0] == ()
+    clock.now += 301  # and what filled it may be gone
+    keepers.prepare(["gpus"], needs_bytes=600)
+    assert keepers._placed[0] == (keeper_name("run", "big"),)
 
 
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:
