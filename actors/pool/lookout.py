@@ -10,7 +10,7 @@ from typing import Protocol
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import FailedStart
+from actors.messages import FailedStart, HostGpu, WorkerInfo
 from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
 from actors.pool.links import LinkWatch, SlowLink, shared_end
@@ -86,6 +86,7 @@ class Lookout:
         self._failed_starts = self._loading = 0
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
+        self.frozen: dict[str, str] = {}  # digests of the weights that the run has trained with, by part
         self._doing: dict[str, Progress] = {}  # at the last look
         # What a restarted monitor must get.
         self._life, self._generation, self._wishes = "", -1, OperatorRequests()
@@ -141,6 +142,11 @@ class Lookout:
         news = self._pool.poll()
         events: list[Event] = []
         for info in news.ready:
+            if why := self._other_weights(info):
+                self._pool.remove(info.worker)
+                where = HostGpu(node=info.node, host=info.host)  # files are the node's, whichever its GPU
+                events.append(self._failed_start(FailedStart(worker=info.worker, why=why, where=where)))
+                continue
             self.try_again()
             self._tell(WorkerReady(worker=info.worker, node=info.node, pid=info.pid, host=info.host))
             number = worker_number(info.worker)
@@ -149,6 +155,12 @@ class Lookout:
                 LoadedWorker(worker=number, info=info),
             ]
         return events + [self._failed_start(failed) for failed in news.failed]
+
+    def _other_weights(self, info: WorkerInfo) -> str:
+        """Why a worker that has loaded must not train with the others; "": it may."""
+        parts = [part for part, digest in info.frozen if self.frozen.get(part, digest) != digest]
+        why = f"the weights of {', '.join(parts)} are not those that the run trains with. Give all nodes the same files"
+        return f"{info.host}: {why}" if parts else ""
 
     def _failed_start(self, failed: FailedStart) -> Event:
         self._failed_starts += 1

@@ -1,6 +1,7 @@
 """The start of a generation: which worker has which rank, what each worker gets, and where training goes on.
 
 Weights that every worker reads or makes for itself must be equal on all: no later check would notice (`disagreement`).
+Workers that come to a run whose workers have finished a step are compared before (`actors.pool.lookout`).
 """
 
 from __future__ import annotations

@@ -167,6 +167,9 @@ class GenerationManager:
             self._broken_at = None
         if self._proven < done.running.generation:
             self._proven = done.running.generation
+            for member in self.view.members:
+                if member.phase == "active" and member.info is not None:
+                    self.lookout.frozen.update(member.info.frozen)
             self.observe(FirstStep())
 
     def distrust(self, name: str) -> bool:

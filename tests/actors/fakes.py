@@ -291,7 +291,9 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "events": Events(listener),
         "pool": pool_here(),
         "monitor": Handle(),
-        "lookout": SimpleNamespace(look=list, stop="", hopeless="", last_heard=lambda name: "", late=lambda: ""),
+        "lookout": SimpleNamespace(
+            look=list, stop="", hopeless="", frozen={}, last_heard=lambda name: "", late=lambda: ""
+        ),
         "membership": Membership(Limits(min=1, max=4), generation=1),
         "source": SourceHere(),
         "planner": SourceHere(),

@@ -261,7 +261,13 @@ class Run:
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names, taken=list),
             lookout=SimpleNamespace(
-                look=look, stop="", hopeless="", last_heard=lambda name: "", late=lambda: "", try_again=lambda: None
+                look=look,
+                stop="",
+                hopeless="",
+                frozen={},
+                last_heard=lambda name: "",
+                late=lambda: "",
+                try_again=lambda: None,
             ),
         )
         self.outcome = self.controller.train()

@@ -15,9 +15,13 @@ import torch
 from actors.config import WorkersConfig
 from actors.held_state import Origin
 from actors.messages import WorkerInfo, WorkerSettings
+from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Arrival, Limits, LoadedWorker
+from actors.pool.membership_types import Arrival, Boundary, Limits, LoadedWorker
+from actors.pool.monitor import Monitor
+from actors.pool.workers import PoolNews
 from actors.progress import Orders
+from actors.records.events import WorkerLost
 from actors.run.forming import disagreement, first_disagreement
 from actors.state.checkpoint_files import GONE, FirstStateLost
 from actors.worker.loading import FirstWeights, build_modules
@@ -28,7 +32,7 @@ from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
 from ops.update.flat_vector import trainable
 from tests.actors.exactness import train_config
-from tests.actors.fakes import StateHere, controller_of, pool_here
+from tests.actors.fakes import Handle, Listening, StateHere, controller_of, pool_here
 from tests.families.kit import MODEL
 
 
@@ -60,6 +64,50 @@ def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None
     ).train()
     assert outcome.code == 1 and outcome.last_step == -1
     assert "vae" in outcome.reason and "w1" in outcome.reason
+
+
+class Loading:
+    """A pool whose workers are ready at the next look; `removed` were ended."""
+
+    shunned: tuple[str, ...] = ()
+    at_rest: tuple[str, ...] = ()
+
+    def __init__(self, *infos: WorkerInfo) -> None:
+        self.ready, self.names, self.removed = list(infos), list[str](), list[str]()
+        self.pending, self.misplaced = list[str](), list[str]()
+
+    def poll(self) -> PoolNews:
+        ready, self.ready = self.ready, []
+        return PoolNews(ready=tuple(ready))
+
+    def start(self, count: int) -> None: ...
+    def remove(self, name: str, frozen: bool = False) -> None:
+        self.removed.append(name)
+
+
+def test_a_worker_with_other_weights_does_not_join_a_run_that_has_taken_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on with those that it has. Before the first step nobody knows whose are the right ones."""
+    monkeypatch.setattr("actors.pool.lookout.free_outside", lambda nodes: {})
+    monkeypatch.setattr("actors.pool.lookout.get", lambda report, timeout: report)
+    pool, listener = Loading(info("w0", vae="1", text="2"), info("w1", vae="1")), Listening()
+    lookout = Lookout(
+        WorkersConfig(min=1, max=6, device="cpu"), pool, Handle(collect=Monitor().collect), listener.on_event
+    )
+    parts: dict[str, Any] = {"pool": pool, "lookout": lookout, "membership": Membership(Limits(min=2, max=6))}
+    generations: Any = controller_of(StateHere(), **parts).generations
+    formed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(generations, "_form", lambda decision: formed.append(decision.workers))
+    generations.look()
+    generations.finished(SimpleNamespace(running=SimpleNamespace(generation=1)))
+    pool.ready = [info("w2", vae="1"), info("w3", vae="1", text="3"), info("w4", vae="2")]
+    generations.look()
+    generations.observe(Boundary(step=3))
+    assert formed == [(0, 1), (0, 1, 2)] and pool.removed == ["w3", "w4"]
+    assert [event.describe() for event in listener.told if isinstance(event, WorkerLost)] == [
+        f"worker {name} was lost (host-of-{name}: the weights of {part} are not those that the run trains with. Give "
+        f"all nodes the same files)"
+        for name, part in (("w3", "text"), ("w4", "vae"))
+    ]
 
 
 def begins_with(worker: str, **sums: int) -> WorkerInfo:
