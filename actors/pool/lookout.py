@@ -4,6 +4,7 @@ leaving."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from actors.pool.membership_types import (
     Suspect,
 )
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
+from actors.pool.unheard import UnheardStarts
 from actors.pool.workers import PoolNews, uses_gpu
 from actors.progress import LOADING, Progress
 from actors.ray_calls import GONE, free_outside, get
@@ -46,6 +48,7 @@ from ops.counted import counted
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0  # the monitor answers at once, or is being started again
+_SHARE_OF_WAIT = 0.75  # of workers.wait_s, for a process to begin to load; what is left is for another's
 FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
 
 
@@ -62,6 +65,7 @@ class Starts(Protocol):
     def names(self) -> list[str]: ...
     def poll(self) -> PoolNews: ...
     def remove(self, name: str) -> None: ...
+    def hosting(self, name: str) -> HostGpu | None: ...
 
 
 class Lookout:
@@ -81,7 +85,7 @@ class Lookout:
         self._start_s, self._keep_size = start_s, keep_size
         self._kept_size: int | None = None
         self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
-        self._watch, self._links = Watch(config), LinkWatch()
+        self._watch, self._links, self._unheard = Watch(config), LinkWatch(), UnheardStarts(pool.hosting)
         self._target = config.max
         self._failed_starts = self._loading = 0
         self.hopeless = ""  # why no further start is worth trying
@@ -98,6 +102,7 @@ class Lookout:
         if report is not None:
             events += [
                 *self._hanging_starts(report),
+                *self._unheard_starts(report),
                 *self._recalled(report),
                 *self._loads(report),
                 *self._heartbeats(report),
@@ -166,6 +171,9 @@ class Lookout:
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
             self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {failed.why}"
+        return self._given_up(failed)
+
+    def _given_up(self, failed: FailedStart) -> Event:
         log.warning("worker %s did not start: %s", failed.worker, failed.why)
         self._monitor.remove.remote(failed.worker)  # it may have sent heartbeats
         self._tell(WorkerLost(worker=failed.worker, why=failed.why))
@@ -182,6 +190,19 @@ class Lookout:
                 why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
                 events.append(self._failed_start(FailedStart(worker=name, why=why)))
         return events
+
+    def _unheard_starts(self, report: MonitorReport) -> list[Event]:
+        """Starts that hang before their first heartbeat. They do not count as failed ones, many of which are hopeless:
+        where all hang the run ends resumable, as one that has too few workers for too long. One that has too few tries
+        others before."""
+        pending = self._pool.pending
+        enough = len(self._pool.names) - len(pending) >= self._config.min
+        patience_s = self._start_s if enough else min(self._start_s, _SHARE_OF_WAIT * self._config.wait_s)
+        unheard = [name for name in pending if name not in report.seen]
+        hanging = self._unheard.look(unheard, patience_s, time.monotonic())
+        for failed in hanging:
+            self._pool.remove(failed.worker)
+        return [self._given_up(failed) for failed in hanging]
 
     def _recalled(self, report: MonitorReport) -> list[Event]:
         """Workers that still wait for resources, and would take them on a node that is shunned now, or not on one that

@@ -57,7 +57,7 @@ class Quarantine:
 
     def worked(self, where: HostGpu) -> None:
         """A worker there has finished a step."""
-        for key in ((where.node, where.gpu), ("", "")):
+        for key in ((where.node, where.gpu), (where.node, ""), ("", "")):
             self._records.pop(key, None)
 
     def count(self, where: HostGpu) -> int:

@@ -23,7 +23,7 @@ from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.own_gpu import gpu_environment
 from actors.pool.room import Need, nodes_with_room, where
-from actors.ray_calls import get, kill, node_id, nodes, remote_of, resources, wait
+from actors.ray_calls import get, kill, node_id, node_of_process, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from ops.models.config import ModelConfig
@@ -140,6 +140,11 @@ class Pool(ABC):
         """The first digits of the node's id, as people read it; "" for a worker that is gone."""
         return self.info(name).node[:8] if name in self._members else ""
 
+    def hosting(self, name: str) -> HostGpu | None:
+        """The node on which a worker of `pending` has its process; None while it waits for resources, or where nobody
+        knows."""
+        return None
+
     def remove(self, name: str, frozen: bool = False) -> None:
         """End a worker; with `frozen`, also by a signal, since a stopped process does not answer."""
         if (member := self._members.pop(name, None)) is not None:
@@ -183,6 +188,11 @@ class RayPool(Pool):
                 **where(node, self.shunned),
             ).remote(name, self._settings, self._monitor)
             yield PoolMember(name=name, handle=handle, info_ref=handle.info.remote(), wished=node)
+
+    def hosting(self, name: str) -> HostGpu | None:
+        node = node_of_process(self._members[name].handle)
+        hosts = [one["NodeManagerHostname"] for one in nodes() if one["NodeID"] == node] if node else []
+        return HostGpu(node=node, host=hosts[0]) if hosts else None
 
     def close(self) -> None:
         """End all workers, once Ray has the bars of their last cascades."""

@@ -79,6 +79,31 @@ class Dies(Worker):
         os._exit(1)
 
 
+class Hangs(Worker):
+    def __init__(self, name: str, settings: WorkerSettings, monitor: Any) -> None:
+        time.sleep(HANGS_S)
+
+
+@pytest.mark.cluster
+@pytest.mark.faults
+def test_a_worker_that_hangs_has_a_process_and_one_that_waits_for_its_gpu_has_none() -> None:
+    settings = WorkerSettings(
+        model=MODEL, train=train_config(), workers=WorkersConfig(device="auto", cpus_per_worker=0.5)
+    )
+    until = time.monotonic() + HANGS_S
+    with local_ray(num_cpus=2, num_gpus=1, log_to_driver=False):
+        pool, here = (
+            RayPool("hangs", settings, start_monitor("run"), Hangs),
+            HostGpu(node=node_id(), host=socket.gethostname()),
+        )
+        for name in pool.start(2):
+            while (found := pool.hosting(name)) is None:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            assert found == here and {pool.hosting(other) for other in pool.pending if other != name} <= {None}
+            pool.remove(name)  # the other one gets its GPU
+
+
 @pytest.mark.cluster
 @pytest.mark.faults
 def test_the_pool_learns_where_it_was_and_gives_the_gpu_back() -> None:

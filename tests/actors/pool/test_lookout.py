@@ -38,6 +38,10 @@ class Starting:
         self._failed = (failed,) if failed is not None else ()
         self.misplaced: list[str] = []
         self.shunned: tuple[str, ...] = ()
+        self.hosts: dict[str, HostGpu] = {}  # of workers that have a process
+
+    def hosting(self, name: str) -> HostGpu | None:
+        return self.hosts.get(name)
 
     def poll(self) -> PoolNews:
         return PoolNews(failed=self._failed)
@@ -129,6 +133,35 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
     assert not any(isinstance(event, Loading) for event in lookout.look()), "told when it changes"
     assert pool.removed == [name for (name,) in handle.remove.asked] == (["w3"] if given_up else [])
     assert listener.kinds == ([WorkerLost] if given_up else [])
+
+
+@pytest.mark.parametrize(("ready", "patience_s"), [(1, 600.0), (0, 225.0)])
+def test_a_worker_whose_process_hangs_before_it_is_heard_is_given_up_one_that_waits_for_room_is_not(
+    monkeypatch: pytest.MonkeyPatch, ready: int, patience_s: float
+) -> None:
+    """A run that waits for workers (workers.wait_s, 300 s) tries another one before it ends. Three that hang are not
+    hopeless: they are of one node. w4 gets its GPU late."""
+    monitor, now, listener = Monitor(), 1000.0, Listening()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    handle, pool = Handle(collect=monitor.collect), Starting("w1", "w2", "w3", "w4", names=["w0"][:ready])
+    where = HostGpu(node="n", host="h")
+    pool.hosts = dict.fromkeys(("w1", "w2", "w3"), where)
+    lookout = Lookout(CONFIG, pool, handle, listener.on_event, start_s=600)
+    given_up: dict[float, list[Any]] = {}
+    while now < 1000 + 2 * patience_s:
+        if now > 1000 + 0.5 * patience_s:
+            pool.hosts["w4"] = where
+        if failed := [event.failed for event in lookout.look() if isinstance(event, Shortfall)]:
+            given_up[now - 1000] = failed
+        now += 5.0
+    (first, alike), (second, late) = given_up.items()
+    assert [failed.worker for failed in alike] == ["w1", "w2", "w3"] and [failed.worker for failed in late] == ["w4"]
+    assert patience_s < first < patience_s + 30 and first + 0.4 * patience_s < second
+    assert {failed.where for failed in alike} == {where} and "h: its process has not begun to load" in alike[0].why
+    assert listener.kinds.count(WorkerLost) == 4 and not lookout.hopeless
+    assert [name for (name,) in handle.remove.asked] == pool.removed == ["w1", "w2", "w3", "w4"]
 
 
 def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,3 +39,10 @@ def test_only_a_step_on_the_same_gpu_clears_it(worked: HostGpu, rests: float | N
     quarantine.ended(BAD, 0.0)
     quarantine.worked(worked)
     assert quarantine.ended(BAD, 1.0) == rests
+
+
+def test_what_is_known_of_a_node_alone_is_cleared_by_a_step_on_any_of_its_gpus() -> None:
+    quarantine = Quarantine(60.0, 200.0)
+    quarantine.ended(HostGpu(node="n", host="h"), 0.0)
+    quarantine.worked(GOOD)
+    assert quarantine.ended(HostGpu(node="n", host="h"), 1.0) is None

@@ -81,6 +81,7 @@ class Loading:
         return PoolNews(ready=tuple(ready))
 
     def start(self, count: int) -> None: ...
+    def hosting(self, name: str) -> None: ...
     def remove(self, name: str, frozen: bool = False) -> None:
         self.removed.append(name)
 
