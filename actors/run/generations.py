@@ -69,8 +69,6 @@ from actors.step import CollectedStep, GenerationLost, RunningStep, Seat
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # between looks whether a worker could not form the generation
-
 
 @dataclass(kw_only=True)
 class GenerationManager:
@@ -93,6 +91,7 @@ class GenerationManager:
         self.events.begin(self.view.generation)
         self._broken_at: float | None = None  # monotonic seconds
         self._proven = 0  # the newest generation that has finished a step
+        self._leaving: dict[str, float] = {}  # workers in no generation any more, and when they go at the latest
         self._told_of_fetching = False
         self._told_of_cluster: ClusterSeen | None = None
         self._environment: EnvironmentSeen | None = None  # as told last by this controller
@@ -120,6 +119,7 @@ class GenerationManager:
                 answered.append(RecoveredWorker(worker=parted.worker))
         self.observe(*answered)
         self.observe(*self.lookout.look())
+        self._let_go()
 
     def lost(self, lost: GenerationLost) -> None:
         """The running generation cannot go on."""
@@ -202,8 +202,9 @@ class GenerationManager:
                 self._end(decision)
             case Drain():
                 self.events.tell(WorkerDrained(worker=worker_name(decision.worker), why=decision.reason))
-                self._await_formed()  # it may hold state that the others still fetch
-                self._remove(worker_name(decision.worker))
+                until = time.monotonic() + self.config.workers.state_timeout_s
+                self._leaving[worker_name(decision.worker)] = until
+                self._let_go()
             case Replacement():
                 self.events.tell(WorkerReplaced(worker=worker_name(decision.worker), why=decision.reason))
                 self._remove(worker_name(decision.worker), frozen=True)
@@ -287,14 +288,21 @@ class GenerationManager:
             self._environment = found
             self.events.tell(found)
 
-    def _await_formed(self) -> None:
-        """Returns when every worker has formed the generation, or one has failed to, or time is up."""
-        forming = list(self.runner.forming) if self.runner is not None else []
-        until = time.monotonic() + self.config.workers.state_timeout_s
-        while forming and time.monotonic() < until:
-            done, forming = wait(forming, num_returns=len(forming), timeout=_LOOK_S)
-            if any(error_of(one) is not None for one in done):
-                return
+    def _let_go(self) -> None:
+        """End the workers that leave: not before the running generation is formed, which may fetch state that they
+        hold, unless that takes too long."""
+        needed, now = bool(self._leaving) and self._is_forming(), time.monotonic()
+        for name in [name for name, until in self._leaving.items() if not needed or now >= until]:
+            del self._leaving[name]
+            self._remove(name)
+
+    def _is_forming(self) -> bool:
+        """Whether workers still form the running generation, and none has failed to."""
+        forming = self.runner.forming if self.runner is not None else []
+        if not forming:
+            return False
+        done, waiting = wait(forming, num_returns=len(forming), timeout=0)
+        return bool(waiting) and not any(error_of(one) is not None for one in done)
 
     def _remove(self, name: str, frozen: bool = False) -> None:
         self.pool.remove(name, frozen=frozen)

@@ -18,6 +18,7 @@ from actors.pool.membership import Membership
 from actors.pool.membership_types import (
     Arrival,
     Decision,
+    Drain,
     Event,
     Exclusion,
     Form,
@@ -123,3 +124,44 @@ def test_who_is_left_out_gives_back_what_it_has_of_the_last_generation() -> None
     (event,) = listener.told
     assert isinstance(event, WorkersLeftOut) and event.workers == ("w0", "w2")
     assert event.describe() == "w0, w2 wait until others come or go: a clip of some bucket needs 6.6 GiB"
+
+
+@pytest.mark.parametrize(
+    ("then", "goes"),
+    [
+        ({}, False),
+        ({"formed": ["w0", "w1"]}, True),
+        ({"formed": [RuntimeError("could not")]}, True),
+        ({"over": True}, True),
+        ({"late_s": 1801.0}, True),
+    ],
+    ids=str,
+)
+def test_a_worker_that_leaves_goes_when_the_others_have_formed_and_nobody_waits_for_that(
+    monkeypatch: pytest.MonkeyPatch, then: dict[str, Any], goes: bool
+) -> None:
+    """It may hold state that they still fetch. Who does not answer meanwhile is replaced, and a stop is heard."""
+    now, done, looks, removed = [0.0], list[Any](), list[float](), list[str]()
+
+    def look() -> list[Event]:
+        looks.append(now[0])
+        return []
+
+    monkeypatch.setattr("actors.run.generations.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "actors.run.generations.wait", lambda forming, num_returns, timeout: (done, forming[len(done) :])
+    )
+    monkeypatch.setattr("actors.run.generations.error_of", lambda one: one if isinstance(one, Exception) else None)
+    lookout = SimpleNamespace(look=look)
+    pool = pool_here(remove=lambda name, frozen=False: removed.append(name))
+    manager: Any = controller_of(StateHere(), pool=pool, lookout=lookout).generations
+    manager.runner = SimpleNamespace(forming=["w0", "w1"])
+    for worker in (3, 4):
+        manager._apply(Drain(worker=worker, reason="leaving"))
+    manager.look()
+    assert removed == [] and looks == [0.0]
+    done += then.get("formed", [])
+    now[0] += then.get("late_s", 60.0)
+    manager.runner = None if then.get("over") else manager.runner
+    manager.look()
+    assert removed == (["w3", "w4"] if goes else [])
