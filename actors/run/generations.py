@@ -58,6 +58,7 @@ from actors.records.events import (
     WorkersLeftOut,
     events_so_far,
 )
+from actors.refs import Ref
 from actors.run.cluster_words import seen
 from actors.run.committer import Committer
 from actors.run.environment_words import environment_of
@@ -92,6 +93,7 @@ class GenerationManager:
         self._broken_at: float | None = None  # monotonic seconds
         self._proven = 0  # the newest generation that has finished a step
         self._leaving: dict[str, float] = {}  # workers in no generation any more, and when they go at the latest
+        self._handed_over: list[Ref[bool]] = []  # resolve when keepers hold what the last generation has left them
         self._told_of_fetching = False
         self._told_of_cluster: ClusterSeen | None = None
         self._environment: EnvironmentSeen | None = None  # as told last by this controller
@@ -231,10 +233,10 @@ class GenerationManager:
         self.events.tell(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
         self.lookout.try_again()
         if decision.clean:  # too few are left: until there are more, keepers hold the state
-            self._take_over()
+            self._handed_over = self._take_over()
             self.runner = None
             return
-        self.runner = None
+        self.runner, self._handed_over = None, []
         self._broken_at = self._broken_at or time.monotonic()
         self.monitor.announce.remote(decision.generation + 1)
         for member in self.view.members:
@@ -242,12 +244,13 @@ class GenerationManager:
             if member.phase == "recovering" and name in self.pool.names:
                 self.survivors.part(member.worker, self.pool.handle(name))
 
-    def _take_over(self) -> None:
+    def _take_over(self) -> list[Ref[bool]]:
         """The clean end of a generation: its finished steps are committed, and its workers, each of which has the
-        last of them, leave it to their keepers."""
-        if self.runner is not None:
-            self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
-            self.committer.state.take_over(self.world, self.committer.log.newest)
+        last of them, leave it to their keepers. Returns what resolves when those hold it that take long."""
+        if self.runner is None:
+            return []
+        self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
+        return self.committer.state.take_over(self.world, self.committer.log.newest)
 
     def _form(self, decision: Form) -> None:
         started = time.monotonic()
@@ -289,20 +292,21 @@ class GenerationManager:
             self.events.tell(found)
 
     def _let_go(self) -> None:
-        """End the workers that leave: not before the running generation is formed, which may fetch state that they
-        hold, unless that takes too long."""
-        needed, now = bool(self._leaving) and self._is_forming(), time.monotonic()
+        """End the workers that leave. Not while others may need what they hold, unless that takes too long."""
+        needed, now = bool(self._leaving) and self._is_state_awaited(), time.monotonic()
         for name in [name for name, until in self._leaving.items() if not needed or now >= until]:
             del self._leaving[name]
             self._remove(name)
 
-    def _is_forming(self) -> bool:
-        """Whether workers still form the running generation, and none has failed to."""
-        forming = self.runner.forming if self.runner is not None else []
-        if not forming:
+    def _is_state_awaited(self) -> bool:
+        """Whether workers still form the running generation, and none has failed to; where none runs, whether keepers
+        still copy what the last one has left them. A node may leave with its last worker."""
+        awaited = self.runner.forming if self.runner is not None else self._handed_over
+        if not awaited:
             return False
-        done, waiting = wait(forming, num_returns=len(forming), timeout=0)
-        return bool(waiting) and not any(error_of(one) is not None for one in done)
+        done, waiting = wait([*awaited], num_returns=len(awaited), timeout=0)
+        failed = self.runner is not None and any(error_of(one) is not None for one in done)
+        return bool(waiting) and not failed
 
     def _remove(self, name: str, frozen: bool = False) -> None:
         self.pool.remove(name, frozen=frozen)

@@ -183,11 +183,14 @@ class RunState:
         self._silent = ()
         return recovery
 
-    def take_over(self, world: Sequence[Seat], step: int) -> None:
-        """Have keepers hold the state after `step` as these workers have it between two steps. Waits for them."""
+    def take_over(self, world: Sequence[Seat], step: int) -> list[Ref[bool]]:
+        """Have keepers hold the state after `step` as these workers have it between two steps. Waits for them, but not
+        for long: returns what resolves when those hold it that have not said so by then."""
         held = self.keepers.hold(handed_over(world, step))
-        if held and wait(held, num_returns=len(held), timeout=_HELD_S)[1]:
+        late = wait(held, num_returns=len(held), timeout=_HELD_S)[1] if held else []
+        if late:
             log.warning("not all keepers hold the state after step %d, after %.0f s", step, _HELD_S)
+        return late
 
     def forget_first(self) -> None:
         """A generation goes on from a state: the next one asks the keepers again, not `first`."""

@@ -149,8 +149,9 @@ class Held(StateHere):
         self.recovered: list[int] = []
         self.taken_over: list[tuple[tuple[str, ...], int]] = []  # (workers, step)
 
-    def take_over(self, world: Sequence[Seat], step: int) -> None:
+    def take_over(self, world: Sequence[Seat], step: int) -> list[Any]:
         self.taken_over.append((tuple(seat.name for seat in world), step))
+        return []
 
     def recover(self, commits: CommitLog) -> Recovery:
         newest = commits.newest

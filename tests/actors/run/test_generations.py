@@ -19,6 +19,7 @@ from actors.pool.membership_types import (
     Arrival,
     Decision,
     Drain,
+    End,
     Event,
     Exclusion,
     Form,
@@ -165,3 +166,28 @@ def test_a_worker_that_leaves_goes_when_the_others_have_formed_and_nobody_waits_
     manager.runner = None if then.get("over") else manager.runner
     manager.look()
     assert removed == (["w3", "w4"] if goes else [])
+
+
+def test_after_a_clean_end_workers_leave_when_keepers_have_copied_what_they_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their nodes may go with them, and with these the only copy of the newest steps."""
+    copied, removed = list[Any](), list[str]()
+    monkeypatch.setattr(
+        "actors.run.generations.wait",
+        lambda held, num_returns, timeout: (copied, [one for one in held if one not in copied]),
+    )
+    state = StateHere()
+    state.take_over = lambda world, step: ["held by a", "held by b"]  # type: ignore[attr-defined]
+    pool = pool_here(remove=lambda name, frozen=False: removed.append(name))
+    lookout = SimpleNamespace(look=list, try_again=lambda: None)
+    manager: Any = controller_of(state, pool=pool, lookout=lookout).generations
+    manager.runner = SimpleNamespace(forming=[], world=())
+    manager._apply(End(generation=1, reason="w1 leaves", clean=True))
+    manager._apply(Drain(worker=1, reason="leaving"))
+    copied.append("held by a")
+    manager.look()
+    assert removed == []
+    copied.append("held by b")
+    manager.look()
+    assert removed == ["w1"]

@@ -206,8 +206,20 @@ def test_workers_of_a_clean_end_hand_their_state_to_their_keepers(monkeypatch: p
 
     seat = Seat(name="w0", node="n", handle=Handle(hand_over=hand_over))  # type: ignore[arg-type]
     state = state_of(keepers=keepers)
-    state.take_over([seat], 8)
+    assert state.take_over([seat], 8) == []
     assert steps == [8] and keepers.told == [("hold", 8)] and state.recover(CommitLog(committed=8)).step == 8
+
+
+def test_whoever_copies_what_was_handed_over_for_long_is_not_waited_for_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
+    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: (references[:1], references[1:]))
+    world: list[Any] = [
+        Seat(name=f"w{n}", node="n", handle=Handle(hand_over=lambda step: Handover(worker="", snapshot=snapshot(step))))  # type: ignore[arg-type]
+        for n in (0, 1)
+    ]
+    assert state_of(keepers=KeepersHere()).take_over(world, 8) == ["held 8"]
 
 
 def test_while_a_checkpoint_is_written_its_version_stays(tmp_path: Path) -> None:
