@@ -10,6 +10,7 @@ from typing import Protocol
 
 import ray
 
+from actors.clock import PatientClock
 from actors.config import WorkersConfig
 from actors.messages import FailedStart, HostGpu, WorkerInfo
 from actors.outcome import Tell
@@ -29,12 +30,13 @@ from actors.pool.membership_types import (
 )
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.unheard import UnheardStarts
-from actors.pool.workers import PoolNews, uses_gpu
+from actors.pool.workers import PoolNews, kill_process, uses_gpu
 from actors.progress import LOADING, Progress
-from actors.ray_calls import GONE, free_outside, get
+from actors.ray_calls import GONE, free_outside, get, kill, node_of_process
 from actors.records.events import (
     LinkSlow,
     MonitorRestarted,
+    MonitorSilent,
     PoolResized,
     StackDumped,
     WorkerLeaving,
@@ -43,11 +45,13 @@ from actors.records.events import (
     WorkerSilent,
     WorkerStalled,
 )
+from actors.refs import Ref
 from ops.counted import counted
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0  # the monitor answers at once, or is being started again
+_ANSWER_S = 1.0  # the monitor answers at once; no step waits longer for one that does not
+_LEAST_SILENCE_S = 10.0  # it is being started again, or the machine is busy
 _SHARE_OF_WAIT = 0.75  # of workers.wait_s, for a process to begin to load; what is left is for another's
 FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
 
@@ -92,6 +96,11 @@ class Lookout:
         self.stop = ""  # why somebody wants the run to end
         self.frozen: dict[str, str] = {}  # digests of the weights that the run has trained with, by part
         self._doing: dict[str, Progress] = {}  # at the last look
+        self._question: Ref[MonitorReport] | None = None  # what the monitor has not answered yet
+        self._silent_since: float | None = None  # seconds; None: the monitor has answered
+        self._bears_s = max(config.suspect_s, _LEAST_SILENCE_S)  # its silence; twice as long after each new start
+        self._monitors_process = (0, "")  # pid, and when it was born
+        self._clock = PatientClock()
         # What a restarted monitor must get.
         self._life, self._generation, self._wishes = "", -1, OperatorRequests()
 
@@ -129,12 +138,20 @@ class Lookout:
         return f"; last heard of {first.worker}{_doing(first)}" if first is not None else ""
 
     def _report(self) -> MonitorReport | None:
-        """The monitor's report, or None while it is being started again; a new one gets what the old one knew."""
+        """The monitor's report, or None while it does not answer; a new one gets what the old one knew. Only the first
+        look waits for an answer, the next ones see whether it has come."""
+        timeout_s = 0.0 if self._question is not None else _ANSWER_S
+        self._question = self._question or self._monitor.collect.remote()
         try:
-            report = get(self._monitor.collect.remote(), timeout=_ANSWER_S)
+            report = get(self._question, timeout=timeout_s)
         except (*GONE, ray.exceptions.GetTimeoutError) as error:
-            log.warning("the monitor does not answer: %s", type(error).__name__)
+            if not isinstance(error, ray.exceptions.GetTimeoutError):
+                self._question = None
+            self._bear_silence(type(error).__name__)
             return None
+        self._question = self._silent_since = None
+        self._bears_s = max(self._config.suspect_s, _LEAST_SILENCE_S)
+        self._monitors_process = report.pid, report.born
         if self._life and report.life != self._life:
             self._monitor.restore.remote(self._generation, self._wishes)
             self._tell(MonitorRestarted())
@@ -142,6 +159,22 @@ class Lookout:
             self._generation, self._wishes = max(self._generation, report.generation), report.wishes
         self._life, self.stop = report.life, self._wishes.stop
         return report
+
+    def _bear_silence(self, why: str) -> None:
+        """The monitor does not answer. After a while it is ended: Ray starts it again."""
+        now = self._clock.now()
+        if self._silent_since is None:
+            self._silent_since = now
+            log.warning("the monitor does not answer: %s", why)
+        silent_s = now - self._silent_since
+        if silent_s < self._bears_s:
+            return
+        self._tell(MonitorSilent(seconds=round(silent_s, 1)))
+        self._silent_since, self._bears_s = now, 2 * self._bears_s
+        kill(self._monitor, no_restart=False)
+        pid, born = self._monitors_process
+        if pid and (node := node_of_process(self._monitor)):  # a frozen one does not hear Ray
+            kill_process(node, pid, born)
 
     def _starts(self) -> list[Event]:
         news = self._pool.poll()

@@ -7,11 +7,13 @@ sees another `life` and repeats generation and wishes, the workers repeat their 
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from actors.process import birth
 from actors.progress import Orders, Progress
 from actors.refs import Method
 from ops.sending import sent_often
@@ -50,6 +52,8 @@ class MonitorReport:
     generation: int = -1  # the newest one announced
     life: str = ""  # changes when the monitor was started anew
     trouble: str = ""  # what the run waits for and a person can help with, where its files cannot say it
+    pid: int = 0  # of the monitor
+    born: str = ""  # with the pid the process itself: see actors.process
 
 
 class MonitorHandle(Protocol):
@@ -81,7 +85,7 @@ class Monitor:
     """Plain class; `actors.pool.workers.start_monitor` makes the actor of it."""
 
     def __init__(self) -> None:
-        self._life = uuid.uuid4().hex
+        self._life, self._born = uuid.uuid4().hex, birth(os.getpid())
         self._seen: dict[str, LastHeartbeat] = {}
         self._gone: set[str] = set()  # a last heartbeat may be on its way while the process is ended
         self._generation = -1
@@ -125,6 +129,8 @@ class Monitor:
             generation=self._generation,
             life=self._life,
             trouble=self._trouble,
+            pid=os.getpid(),
+            born=self._born,
         )
 
     def collect(self) -> MonitorReport:

@@ -449,6 +449,15 @@ class PoolResized(RunEvent, event="resize"):
         return f"asked for {counted(self.target, 'worker')}"
 
 
+class MonitorSilent(RunEvent, event="monitor_silent"):
+    """The monitor has not answered for so long, and is ended so that Ray starts it again."""
+
+    seconds: float
+
+    def describe(self) -> str:
+        return f"the monitor has not answered for {self.seconds:.0f} s and is started again"
+
+
 class MonitorRestarted(RunEvent, event="monitor_restarted"):
     """The monitor was lost; a new one has got what the old one knew."""
 

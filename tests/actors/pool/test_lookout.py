@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,12 +21,14 @@ from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Loading, Resize, Shortfall
 from actors.pool.monitor import Monitor
 from actors.pool.requested_size import forget_size, keep_size, kept_size
-from actors.pool.workers import Pool, PoolMember, PoolNews, weights_bytes
+from actors.pool.workers import Pool, PoolMember, PoolNews, start_monitor, weights_bytes
+from actors.process import birth, lives
 from actors.progress import LOADING, LinkUse, Progress
-from actors.records.events import LinkSlow, WorkerLost
+from actors.records.events import LinkSlow, MonitorRestarted, MonitorSilent, WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 from tests.actors.fakes import Handle, Listening
+from tests.rays import local_ray
 
 CONFIG = WorkersConfig(min=1, max=4, device="cpu")
 FAILED = FailedStart(worker="w5", why="CUDA error: unknown", where=HostGpu(node="n", host="h", gpu="2"))
@@ -301,3 +305,60 @@ def test_a_monitor_that_is_gone_is_waited_for_also_one_that_was_ended_for_memory
     monkeypatch.setattr("actors.pool.lookout.get", gone)
     monkeypatch.setattr("actors.pool.lookout.free_outside", lambda nodes: {})
     assert Lookout(CONFIG, Asking(), handle, silent).look()
+
+
+def test_a_monitor_that_lives_and_does_not_answer_holds_nobody_up_and_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen one does not hear Ray. Where another one does not come, it is given twice the time."""
+    now, waited, killed, signals, listener = [0.0], list[float](), list[float](), list[Any](), Listening()
+    monitors, silent = [Monitor()], [False]
+
+    def get(report: object, timeout: float) -> object:
+        waited.append(timeout if silent[0] else 0.0)
+        now[0] += waited[-1]
+        if silent[0]:
+            raise ray.exceptions.GetTimeoutError
+        return report
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    monkeypatch.setattr("actors.pool.lookout.node_of_process", lambda handle: "n")
+    monkeypatch.setattr("actors.pool.lookout.kill", lambda handle, no_restart: killed.append(now[0]))
+    monkeypatch.setattr("actors.pool.lookout.kill_process", lambda *process: signals.append(process))
+    handle = Handle(collect=lambda: monitors[-1].collect())
+    lookout = Lookout(CONFIG, Starting(), handle, listener.on_event)
+    lookout.look()
+    silent[0] = True
+    while now[0] < 100:
+        lookout.look()
+        now[0] += 0.5
+    assert sum(waited) == 1.0 and len(handle.collect.asked) == 2, "each look would wait for a question of its own"
+    assert killed == [pytest.approx(CONFIG.suspect_s, abs=2), pytest.approx(3 * CONFIG.suspect_s, abs=3)]
+    assert signals == 2 * [("n", os.getpid(), birth(os.getpid()))]
+    silent[0] = False
+    lookout.look()  # the answer to the old question
+    monitors.append(Monitor())
+    lookout.look()
+    assert listener.kinds == [MonitorSilent, MonitorSilent, MonitorRestarted] and len(handle.restore.asked) == 1
+    assert "has not answered for 20 s" in listener.told[0].describe()
+
+
+@pytest.mark.cluster
+@pytest.mark.faults
+def test_a_monitor_whose_process_is_stopped_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.pool.lookout._LEAST_SILENCE_S", 3.0)
+    listener, until = Listening(), time.monotonic() + 120
+    with local_ray(num_cpus=1, log_to_driver=False):
+        monitor = start_monitor("run")
+        lookout = Lookout(replace(CONFIG, suspect_s=3.0), Starting(), monitor, listener.on_event)
+        first = ray.get(monitor.collect.remote())  # type: ignore[call-overload]
+        lookout.look()
+        os.kill(first.pid, signal.SIGSTOP)
+        while MonitorRestarted not in listener.kinds:
+            assert time.monotonic() < until
+            lookout.look()
+            time.sleep(0.2)
+        assert not lives(first.pid, first.born)
+    assert listener.kinds[0] is MonitorSilent
