@@ -200,10 +200,11 @@ class Controller:
             least = self.config.workers.collective_timeout_s
             running = self.generations.runner.running if self.generations.runner is not None else []
             self._stop_by = now + max([least, *(step.patience.limit_s for step in running)])
-        # What runs is finished and committed first, if that does not take too long.
+        # What runs is finished and committed first, if that does not take too long. Between two generations nothing is:
+        # what keepers hold of finished steps counts at the end.
         runner = self.generations.runner
         settled = self.committer.awaits_storage or not self.committer.num_open
-        quiet = (runner is None or not runner.running) and settled
+        quiet = runner is None or (not runner.running and settled)
         if self._stop_by and (quiet or now > self._stop_by):
             raise StopRun(self.committer.outcome(Exit.RESUMABLE, self.lookout.stop))
         if self.lookout.hopeless and len(self.generations.view.members) < self.config.workers.min:

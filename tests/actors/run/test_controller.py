@@ -17,7 +17,7 @@ from actors.config import SnapshotConfig
 from actors.held_state import Origin, Snapshot
 from actors.letters import Failures
 from actors.messages import FinishTask, FormTask, Handover, NodeDoor, NodesApart, OutOfReach, StepReport, WorkerInfo
-from actors.outcome import Events, NotRecorded
+from actors.outcome import Events, NotRecorded, StopRun
 from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast
 from actors.planning.room import GenerationRoom
@@ -40,6 +40,7 @@ from actors.records.events import (
     WorkersLeftOut,
 )
 from actors.run.asides import AsideTurns
+from actors.run.committer import UncommittedStep
 from actors.run.controller import Controller, LookPace
 from actors.run.data_wait import DataPace
 from actors.run.decode_room import DecodeRoom
@@ -52,7 +53,17 @@ from actors.step import Seat, StepAssignment, StepData
 from data.errors import DataIOError, DataUnreachable
 from ops.geometry import Geometry
 from ops.typed import ConfigError
-from tests.actors.fakes import Handle, Listening, Remote, StateHere, config_of, controller_of, pool_here, step_items
+from tests.actors.fakes import (
+    Handle,
+    Listening,
+    Remote,
+    StateHere,
+    collected,
+    config_of,
+    controller_of,
+    pool_here,
+    step_items,
+)
 
 STEPS = 6
 
@@ -475,6 +486,25 @@ def test_a_run_that_is_stopped_on_a_full_disk_ends_at_once_with_what_counts() ->
 
     run = Run(Workers(), listener=full)
     assert run.outcome.code == 75 and run.outcome.last_step == 1 and run.state.asked[0] == "keep_last"
+
+
+@pytest.mark.parametrize("between_generations", [True, False])
+def test_a_stop_waits_for_a_finished_step_to_be_held_only_while_a_generation_runs(between_generations: bool) -> None:
+    """Slurm and Kubernetes end the process half a minute later. Nobody asks the keepers between two generations, and
+    what they hold of the step goes to disk at the end."""
+    controller = controller_of(StateHere(-1))
+    step = UncommittedStep(collected=collected(8, 3), copying={}, waiting=["late"], since=0.0)  # type: ignore[list-item]
+    controller.committer._open.append(step)
+    runner: Any = SimpleNamespace(running=[])
+    controller.generations.runner = None if between_generations else runner
+    controller.lookout.stop = "stopped by a signal"
+    if between_generations:
+        with pytest.raises(StopRun, match="stopped by a signal"):
+            controller._stop_if_asked(1000.0)
+    else:
+        controller._stop_if_asked(1000.0)
+        with pytest.raises(StopRun):
+            controller._stop_if_asked(1001.0 + controller.config.workers.collective_timeout_s)
 
 
 def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:
