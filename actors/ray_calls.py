@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import ray
@@ -95,10 +96,10 @@ def node_id() -> str:
     return name
 
 
-def node_of_process(handle: Any) -> str:
+def node_of_process(handle: object) -> str:
     """The node on which an actor has a process, also one that has not begun to run the actor; "" while it waits for
     resources. Asks Ray, which takes a millisecond."""
-    told = _ray._private.state.actors(handle._actor_id.hex())
+    told = _ray._private.state.actors(attrgetter("_actor_id")(handle).hex())
     node: str = told["Address"]["NodeID"] if told.get("Pid") else ""  # while it waits, the node at which it does
     return node
 

@@ -4,7 +4,6 @@ leaving."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -232,7 +231,7 @@ class Lookout:
         enough = len(self._pool.names) - len(pending) >= self._config.min
         patience_s = self._start_s if enough else min(self._start_s, _SHARE_OF_WAIT * self._config.wait_s)
         unheard = [name for name in pending if name not in report.seen]
-        hanging = self._unheard.look(unheard, patience_s, time.monotonic())
+        hanging = self._unheard.look(unheard, patience_s, self._clock.now())
         for failed in hanging:
             self._pool.remove(failed.worker)
         return [self._given_up(failed) for failed in hanging]

@@ -17,7 +17,7 @@ _ASK_S = 20.0  # Ray answers in a millisecond, and a thousand workers may wait
 
 @dataclass(slots=True)
 class _Start:
-    """A worker of which nothing was heard yet (monotonic seconds)."""
+    """A worker of which nothing was heard yet (seconds, by a clock that leaves out the time without a look)."""
 
     asked: float
     since: float  # it had no process before, as far as anybody has asked
@@ -31,7 +31,7 @@ class UnheardStarts:
         self._starts: dict[str, _Start] = {}
 
     def look(self, unheard: Sequence[str], patience_s: float, now: float) -> list[FailedStart]:
-        """Of the workers of which nothing was heard yet, those that have had a process for too long."""
+        """Those of the workers of which nothing was heard yet that have had a process for too long."""
         self._starts = {name: self._starts.get(name) or _Start(asked=now, since=now) for name in unheard}
         found = [self._hanging(name, start, patience_s, now) for name, start in self._starts.items()]
         return [failed for failed in found if failed is not None]

@@ -347,8 +347,7 @@ def test_a_monitor_that_lives_and_does_not_answer_holds_nobody_up_and_is_started
 
 @pytest.mark.cluster
 @pytest.mark.faults
-def test_a_monitor_whose_process_is_stopped_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.pool.lookout._LEAST_SILENCE_S", 3.0)
+def test_a_monitor_whose_process_is_stopped_is_started_again() -> None:
     listener, until = Listening(), time.monotonic() + 120
     with local_ray(num_cpus=1, log_to_driver=False):
         monitor = start_monitor("run")
