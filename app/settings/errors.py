@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 from actors.outcome import Exit
+from ops.passing import UNREACHABLE
 
 PACKAGES = ("app", "actors", "data", "ops")
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,22 +29,22 @@ def exit_code(error: BaseException) -> int:
     if type(error).__module__.split(".")[0] in PACKAGES:
         return Exit.FAILURE
     if is_ours(error) and isinstance(error, ValueError | OSError):
-        return Exit.FAILURE if getattr(error, "errno", None) in FULL else Exit.USAGE
+        return Exit.FAILURE if getattr(error, "errno", None) in FULL | UNREACHABLE else Exit.USAGE
     return Exit.FAILURE
 
 
 def is_ours(error: BaseException) -> bool:
     """True for errors whose message is written for the person at the terminal.
 
-    These are our own types, a ValueError raised by a line of ours, and files that are missing or cannot be written;
-    anything else is a defect and keeps its traceback.
+    These are our own types, a ValueError raised by a line of ours, and files that are missing, cannot be written or are
+    out of reach; anything else is a defect and keeps its traceback.
     """
     error = unwrap(error)
     if type(error).__module__.split(".")[0] in PACKAGES:
         return True
     if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
         return True
-    if isinstance(error, OSError) and error.filename and error.errno in NO_PLACE | FULL:
+    if _is_of_a_place(error):
         return True
     return isinstance(error, ValueError) and _raised_by_us(error)
 
@@ -57,12 +58,17 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks; of a place that cannot be written, what to do."""
+    """The message of an error without line breaks; of a place that cannot be written or reached, what to do."""
     found = unwrap(error)
-    if isinstance(found, OSError) and found.filename and found.errno in NO_PLACE | FULL:
+    if isinstance(found, OSError) and _is_of_a_place(found):
         remedy = "Free space, or choose another path" if found.errno in FULL else "Choose another path"
+        remedy = "Its storage does not answer; try again when it does" if found.errno in UNREACHABLE else remedy
         return f"{found.filename}: {found.strerror}. {remedy}."
     return " ".join(str(unwrap(error)).split()) or type(unwrap(error)).__name__
+
+
+def _is_of_a_place(error: BaseException) -> bool:
+    return isinstance(error, OSError) and bool(error.filename) and error.errno in NO_PLACE | FULL | UNREACHABLE
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -537,9 +537,10 @@ def test_a_defect_keeps_its_traceback_and_our_errors_do_not() -> None:
         (errno.EROFS, 2, "Choose another path."),
         (errno.EEXIST, 2, "Choose another path."),  # a folder that is a file; it ended in a traceback
         (errno.ENOSPC, 1, "Free space, or choose another path."),
+        (errno.ESTALE, 1, "Its storage does not answer; try again when it does."),
     ],
 )
-def test_a_place_that_cannot_be_written_is_one_sentence(number: int, code: int, remedy: str) -> None:
+def test_a_place_that_cannot_be_written_or_reached_is_one_sentence(number: int, code: int, remedy: str) -> None:
     error = raised(OSError(number, os.strerror(number), "ro/clips"))
     assert is_ours(error) and exit_code(error) == code
     assert one_line(error) == f"ro/clips: {os.strerror(number)}. {remedy}"
