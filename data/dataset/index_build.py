@@ -1,6 +1,7 @@
 """Makes the index of a source, from headers once, and verifies it at every start.
 
-Each shard has a Parquet file keyed by path, size and modification time; only changed shards are read again.
+Each shard has a Parquet file keyed by path, size and modification time; only changed shards are read again, into a file
+of their own: an open index stays as it was.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import logging
 import multiprocessing
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 from data import storage
@@ -24,7 +27,7 @@ from data.dataset.index import Index, IndexedPart
 from data.errors import DataError, DataIOError
 from data.in_words import part_of
 from data.ledger import Ledger, Reason
-from data.readers.part import VERSION, IndexPart, PartMeta, PartWriter, read_meta
+from data.readers.part import CAPTIONS, MEDIA, MISSING, VERSION, IndexPart, PartMeta, PartWriter, read_meta
 from data.readers.registry import reader_of, with_kind
 from ops.counted import counted
 
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 MANY_SHARDS = 64  # worth a hint that processes help
 MOST_NAMED = 80  # bytes of a shard's name in that of its file; file systems take 255 in all
 MOST_SAID = 240  # characters of the first fault of a reason
+SUPERSEDED_S = 30 * 86400.0  # since the next state of a part was indexed; runs of before it have ended by then
 
 
 def build_index(
@@ -58,8 +62,11 @@ def build_index(
     reader = reader_of(located, limits)
     settings = _settings(located, limits)
     parts = reader.parts()
-    files = [folder / _file_name(part.uri, settings) for part in parts]
-    metas = [read_meta(file) for file in files]
+    files, metas = [], []
+    for part in parts:
+        file, meta = _file_of(part, folder / _file_name(part.uri, settings))
+        files.append(file)
+        metas.append(meta)
     stale = [i for i, part in enumerate(parts) if not _fresh(part, metas[i])]
     if stale:
         log.info(
@@ -75,6 +82,7 @@ def build_index(
             for count, _ in enumerate(_build_parts(jobs, workers), 1):
                 if progress:
                     progress(count, len(jobs))
+            _clear_up(folder, {first for i in stale if (first := _first_name(files[i])) != files[i].stem})
         except OSError as error:
             raise DataIOError(
                 f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
@@ -125,6 +133,36 @@ def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None
     except BaseException:
         writer.abandon()
         raise
+
+
+def _file_of(part: IndexPart, first: Path) -> tuple[Path, PartMeta | None]:
+    """The file of a part and what it says: `first`, or one beside it where that says how the part was at another time.
+    A run may read it still: replaced under its open index it would give that run other rows and other captions."""
+    meta = read_meta(first)
+    if meta is None or _fresh(part, meta):
+        return first, meta
+    state = blake2b(repr((part.size, part.mtime_ns, part.fingerprint)).encode(), digest_size=8).hexdigest()
+    file = first.with_name(f"{first.stem}.{state}.parquet")
+    return file, read_meta(file)
+
+
+def _first_name(file: Path) -> str:
+    """Name of the first file of a part without its suffix, which those of its other states begin with."""
+    return re.sub(r"\.[0-9a-f]{16}$", "", file.stem)
+
+
+def _clear_up(folder: Path, firsts: set[str]) -> None:
+    """Remove files of these parts that say how they were before, a month after another one was written."""
+    states: dict[str, list[tuple[float, Path]]] = {first: [] for first in firsts}
+    with suppress(OSError):  # others may remove them at the same time, and what stays does no harm
+        for file in folder.glob("*.parquet") if firsts else ():
+            if (first := _first_name(file)) in firsts:
+                states[first].append((file.stat().st_mtime, file))
+        for files in states.values():
+            for (_, earlier), (written, _) in pairwise(sorted(files)):
+                if time.time() - written > SUPERSEDED_S:
+                    for suffix in (".parquet", CAPTIONS, MEDIA, MISSING):
+                        earlier.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:

@@ -63,6 +63,32 @@ def test_only_a_changed_shard_is_read_again(folder, tmp_path, opened):
     assert second.shard_bounds.tolist() == [0, 4, 9, 13] and second.hash != first.hash
 
 
+def test_an_open_index_stays_as_it_was_when_its_table_changes(tmp_path, opened):
+    path = with_own_captions(tmp_path / "pictures")
+    table = path / "metadata.jsonl"
+    first = table.read_text()
+    live, _ = index_of(path, tmp_path / "cache", kind="manifest")
+    table.write_text(json.dumps({"file_name": "2.png", "text": "one more, of other words"}) + "\n" + first)
+    other, _ = index_of(path, tmp_path / "cache", kind="manifest")
+    assert captions_of(other) == ["one more, of other words", *(f"caption number {i}" for i in range(3))]
+    assert [live.row(i).key for i in range(3)] == ["0", "1", "2"]
+    assert captions_of(live) == [f"caption number {i}" for i in range(3)]
+    opened.clear()
+    again, _ = index_of(path, tmp_path / "cache", kind="manifest")
+    assert again.hash == other.hash and not [name for name in opened if name.endswith(".png")]
+
+
+def test_what_a_part_was_before_goes_a_month_after_it_changed(tmp_path):
+    path = with_own_captions(tmp_path / "pictures")
+    states = []
+    for number, days in enumerate((80, 40, 20, 0)):
+        (path / "metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "text": "a" * (number + 1)}))
+        states.append(index_of(path, tmp_path / "cache", kind="manifest")[0].parts[0].file)
+        os.utime(states[-1], (time.time() - days * 86400,) * 2)
+    left = {file.stem for file in (tmp_path / "cache").iterdir()}
+    assert left == {file.stem for file in states[1:]} and len(list((tmp_path / "cache").iterdir())) == 6
+
+
 def test_hash_is_of_the_content_not_of_place_or_time(folder, tmp_path):
     first, _ = index_of(folder, tmp_path / "cache")
     shutil.copytree(folder, tmp_path / "moved")
