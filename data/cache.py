@@ -39,7 +39,7 @@ import numpy as np
 from data.config import CacheConfig, DataConfig
 from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
-from data.types import Bucket, DataItem, SampleRef
+from data.types import Bucket, Clip, DataItem, SampleRef
 from ops.passing import UNREACHABLE
 from ops.whole_file import whole_file, write_whole
 
@@ -63,8 +63,10 @@ def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, decoder:
 
 def latent_keys(item: DataItem, config: DataConfig, vae: str) -> tuple[str, ...]:
     """Names of the latents of an item's samples."""
-    decoder, crop = _decoder_of(config), item.job.crop
-    return tuple(latent_key(sample, item.bucket, config.fps, vae, decoder, crop) for sample in item.samples)
+    return tuple(
+        latent_key(sample, item.bucket, config.fps, vae, _decoder_of(clip, config), item.job.crop)
+        for sample, clip in zip(item.samples, item.job.clips, strict=True)
+    )
 
 
 def text_key(caption: str, encoder: str, max_length: int, frame: str = "") -> str:
@@ -74,17 +76,17 @@ def text_key(caption: str, encoder: str, max_length: int, frame: str = "") -> st
 
 def frame_keys(item: DataItem, config: DataConfig) -> tuple[str, ...]:
     """Names of the first frames of an item's samples, 64 hex digits each."""
-    decoder, crop = _decoder_of(config), item.job.crop
+    how = (config.fps, item.job.crop)
     return tuple(
-        _digest("frame", sample.content, str(item.bucket), sample.start_frame, config.fps, crop, decoder)
-        for sample in item.samples
+        _digest("frame", sample.content, str(item.bucket), sample.start_frame, *how, _decoder_of(clip, config))
+        for sample, clip in zip(item.samples, item.job.clips, strict=True)
     )
 
 
-def _decoder_of(config: DataConfig) -> str:
-    from data.decode import DECODE_VERSION  # imports PyAV; workers that only read the cache do not need it
+def _decoder_of(clip: Clip, config: DataConfig) -> str:
+    from data.decode import AVI_VERSION, DECODE_VERSION  # imports PyAV; who only reads the cache does not need it
 
-    return f"{config.engine.decoder} {DECODE_VERSION}"
+    return f"{config.engine.decoder} {AVI_VERSION if clip.suffix == 'avi' else DECODE_VERSION}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import math
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
+AVI_VERSION = 3  # that of AVI
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
@@ -201,12 +203,12 @@ def decode_video(source: MediaStream, clip: Clip, job: DecodeJob, into: np.ndarr
     return into
 
 
-def _frames_from(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Frames:
-    """Frames from a keyframe at or before `begin` on."""
+def frames_from(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Frames:
+    """Frames from a keyframe at or before `begin` on. Raises BadSample and av.error.FFmpegError."""
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
         origin = float((stream.start_time or 0) * _unit(stream))
-        sought = begin > SEEK_AFTER_SECONDS
+        sought = begin > SEEK_AFTER_SECONDS and not _has_unknown_order(container, stream)
         if sought:
             container.seek(int((begin + origin) / _unit(stream)), stream=stream, backward=True)
         for number, (seconds, frame) in enumerate(_decoded(container, stream, origin, clip)):
@@ -223,6 +225,12 @@ def _frames_from(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) 
 def _unit(stream: VideoStream) -> Fraction:
     """Seconds of one count of its time stamps."""
     return stream.time_base or Fraction(1)
+
+
+def _has_unknown_order(container: InputContainer, stream: VideoStream) -> bool:
+    """Whether only counting from the first frame tells which one is shown when: how many B-frames a decoder drops after
+    a seek is not known, and AVI has no time stamps to tell."""
+    return container.format.name == "avi" and stream.codec_context.has_b_frames
 
 
 def _container(source: MediaStream, job: DecodeJob) -> InputContainer:
@@ -247,9 +255,25 @@ def _video_stream(container: InputContainer, clip: Clip, job: DecodeJob) -> Vide
 def _decoded(container: InputContainer, stream: VideoStream, origin: float, clip: Clip) -> Frames:
     rate = float(stream.average_rate or clip.fps or 25)
     seconds, pixel_aspect = -1 / rate, stream.sample_aspect_ratio
-    for frame in container.decode(stream):
-        seconds = frame.time - origin if frame.pts is not None else seconds + 1 / rate
+    for at, frame in _timed(container, stream):
+        seconds = at - origin if at is not None else seconds + 1 / rate
         yield seconds, DecodedFrame(frame, square_width(frame.width, pixel_aspect))
+
+
+def _timed(container: InputContainer, stream: VideoStream) -> Iterator[tuple[float | None, av.VideoFrame]]:
+    """Frames as displayed, with the time that the file has for them. AVI has one for each packet alone, of which libav
+    makes late ones and, with B-frames, some out of order: the first frame shown has that of the first packet, the next
+    one that of the second."""
+    if container.format.name != "avi":
+        yield from ((frame.time, frame) for frame in container.decode(stream))
+        return
+    times: deque[int | None] = deque()
+    for packet in container.demux(stream):
+        if packet.size:  # else nothing is drawn: the frame before it stays
+            times.append(packet.dts)
+        for frame in packet.decode():
+            dts = times.popleft() if times else None
+            yield None if dts is None else float(dts * _unit(stream)), frame
 
 
 def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
@@ -283,7 +307,7 @@ def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> 
 
 def _frames_since(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
     half, end = 0.5 / clip.fps if clip.fps else 0.0, clip.end_s or math.inf
-    frames = itertools.takewhile(lambda frame: frame[0] < end - END_SLACK, _frames_from(source, clip, job, begin))
+    frames = itertools.takewhile(lambda frame: frame[0] < end - END_SLACK, frames_from(source, clip, job, begin))
     return (shown for seconds, shown in frames if seconds >= begin - half)
 
 
@@ -291,7 +315,7 @@ def _at_times(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> 
     """The frame for every wanted time that is on screen then, by time stamps: right for variable frame rates too."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
     shown, next_time, since = None, 0, 0.0
-    for seconds, frame in _frames_from(source, clip, job, begin):
+    for seconds, frame in frames_from(source, clip, job, begin):
         while next_time < len(times) and shown is not None and times[next_time] + TIME_SLACK < seconds:
             yield shown
             next_time += 1

@@ -11,12 +11,13 @@ import pytest
 
 from data.cache import Cache, CacheWriter, Listing, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
-from data.decode import DECODE_VERSION
+from data.decode import AVI_VERSION, DECODE_VERSION
 from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
-from data.types import Bucket, DataItem, DecodeJob, SampleRef
+from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef
 
 SAMPLE = SampleRef(source=0, epoch=0, row=3, start_frame=5, key="a", caption_chars=4, content="ab12")
+CLIP = Clip(key="a", media="a", offset=0, size=1, suffix="mp4", image=False, frames=22, fps=8.0, start_frame=5)
 BUCKET = Bucket(17, 64, 96)
 
 
@@ -57,12 +58,14 @@ def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
     assert latent_key(moved, BUCKET, 8.0, "vae", "decoder 1") == latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
 
 
-def test_latents_are_those_of_a_decoder_and_its_version() -> None:
-    job = DecodeJob(item="s0.0", bucket=BUCKET, clips=(), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
+@pytest.mark.parametrize(("suffix", "version"), [("mp4", DECODE_VERSION), ("avi", AVI_VERSION)])
+def test_latents_are_those_of_a_decoder_and_its_version(suffix: str, version: int) -> None:
+    clip = replace(CLIP, suffix=suffix)
+    job = DecodeJob(item="s0", bucket=BUCKET, clips=(clip,), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
     item, ours = DataItem(job=job, samples=(SAMPLE,)), DataConfig(sources=())
     for decoder in (ours.engine.decoder, "my.module:decode"):
         config = replace(ours, engine=replace(ours.engine, decoder=decoder))
-        wanted = latent_key(SAMPLE, BUCKET, ours.fps, "vae", f"{decoder} {DECODE_VERSION}")
+        wanted = latent_key(SAMPLE, BUCKET, ours.fps, "vae", f"{decoder} {version}")
         assert latent_keys(item, config, "vae") == (wanted,)
 
 

@@ -20,19 +20,36 @@ from tests.data import making
 RATE = 12
 
 
-def write_video(path: Path, times: list[float], height: int = 64, width: int = 96, gop: int = 12) -> Path:
+X264 = {"crf": "1", "bf": "2", "preset": "veryfast"}
+AVI_KINDS = {
+    "h264": ("libx264", X264),
+    "pyramid": ("libx264", {**X264, "bf": "3"}),
+    "open": ("libx264", {**X264, "bf": "3", "x264-params": "open-gop=1:scenecut=0:b-adapt=0"}),
+    "plain": ("libx264", {**X264, "bf": "0"}),
+    "mpeg4": ("mpeg4", {"bf": "2", "b": "50000000", "qmin": "1"}),
+}
+
+
+def write_video(
+    path: Path,
+    times: list[float],
+    height: int = 64,
+    width: int = 96,
+    gop: int = 12,
+    codec: str = "libx264",
+    options: dict[str, str] = X264,
+    ticks: int = 1000,
+) -> Path:
     """Frame k is a flat grey of 2k + 20, shown from times[k] on."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(
-            "libx264", rate=RATE, options={"crf": "1", "g": str(gop), "bf": "2", "preset": "veryfast"}
-        )
+        stream = container.add_stream(codec, rate=RATE, options={"g": str(gop), **options})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
+        stream.time_base = stream.codec_context.time_base = Fraction(1, ticks)
         for index, time in enumerate(times):
             planes = np.full((height * 3 // 2, width), 128, np.uint8)
             planes[:height] = 2 * index + 20
             frame = av.VideoFrame.from_ndarray(planes, format="yuv420p")
-            frame.pts, frame.time_base = round(time * 1000), Fraction(1, 1000)
+            frame.pts, frame.time_base = round(time * ticks), Fraction(1, ticks)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
@@ -83,6 +100,18 @@ def test_frames_in_a_row_are_the_wanted_ones_with_and_without_a_seek(steady: Pat
     pixels = decode_clip(clip(steady, 72, start_frame=start), job(bucket=bucket))
     assert pixels.shape == (9, 64, 96, 3) and pixels.dtype == np.uint8
     assert numbers(pixels) == list(range(start, start + 9))
+
+
+@pytest.mark.parametrize("kind", AVI_KINDS)
+@pytest.mark.parametrize("fps", [0.0, float(RATE), RATE / 2])
+def test_frames_of_an_avi_which_has_no_time_stamps_are_the_wanted_ones(tmp_path: Path, kind: str, fps: float) -> None:
+    codec, options = AVI_KINDS[kind]
+    times = [k / RATE for k in range(72)]
+    path = write_video(tmp_path / "a.avi", times, codec=codec, options=options, ticks=RATE)
+    step = round(RATE / fps) if fps else 1
+    for start in (0, 1, 23, 30, 47, 63):
+        pixels = decode_clip(clip(path, 72, suffix="avi", start_frame=start), job(bucket=Bucket(5, 64, 96), fps=fps))
+        assert numbers(pixels) == list(range(start, start + 5 * step, step)), start
 
 
 def test_a_seek_gives_the_same_pixels_as_decoding_from_the_start(steady: Path) -> None:

@@ -280,7 +280,8 @@ def test_a_cropped_clip_takes_the_bucket_of_its_crop_and_has_a_latent_of_its_own
     found = {sample.row: (item, slot) for item in data.step(0).items for slot, sample in enumerate(item.samples)}
     (whole, of_whole), (part, of_part) = found[0], found[1]
     assert (whole.bucket, part.bucket) == (Bucket(9, 64, 96), Bucket(9, 64, 64))
-    in_one_bucket = replace(part, samples=(whole.samples[of_whole], part.samples[of_part]))
+    both = (whole.samples[of_whole], part.samples[of_part])
+    in_one_bucket = replace(part, samples=both, job=replace(part.job, clips=part.job.clips[:1] * 2))
     assert len(set(latent_keys(in_one_bucket, data.config, "vae"))) == 2
     pixels, cut = (decode_job(item.job).video for item in (whole, part))
     assert np.array_equal(cut[of_part], pixels[of_whole][:, :, 8:72])
