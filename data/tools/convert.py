@@ -19,14 +19,14 @@ import av
 import av.error
 import numpy as np
 import webdataset
+from av.video.codeccontext import VideoCodecContext
 from PIL import Image
 
 from data.captions import read_caption
 from data.dataset.index import Index, IndexRow
-from data.decode import decode_clip
+from data.decode import DecodedFrame, decode_clip, frames_from
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason
-from data.media_info import CropBox, square_width
 from data.storage import ByteRange, ReadFile, read_range
 from data.types import Bucket, DecodeJob
 
@@ -120,7 +120,7 @@ def _members(row: IndexRow, index: Index, crf: int) -> dict[str, bytes]:
         about["captions"] = captions
     try:
         if row.crop and row.image:
-            suffix, data = "png", crop_picture(row, row.crop, index)
+            suffix, data = "png", crop_picture(row, index)
         elif row.crop or row.end_s:
             suffix, data = "mp4", cut_clip(row, index, crf)
         else:
@@ -137,11 +137,13 @@ def cut_clip(row: IndexRow, index: Index, crf: int) -> bytes:
         with ReadFile(row.path, index.limits.retries) as file, av.open(target, "w", format="mp4") as out:
             rate = Fraction(row.fps).limit_denominator(1001)
             stream = None
-            for number, frame in enumerate(_frames(ByteRange(file, row.offset, row.size), row, index)):
+            for number, shown in enumerate(_frames(ByteRange(file, row.offset, row.size), row, index)):
+                frame = shown.frame
                 if stream is None:
                     stream = out.add_stream("libx264", rate=rate, options={"crf": str(crf), "threads": "1"})
                     stream.width, stream.height = frame.width // 2 * 2, frame.height // 2 * 2
                     stream.pix_fmt = "yuv420p"
+                    _describe(stream.codec_context, shown)
                 frame = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
                 frame.pts, frame.time_base = number, 1 / rate
                 out.mux(stream.encode(frame))
@@ -153,52 +155,54 @@ def cut_clip(row: IndexRow, index: Index, crf: int) -> bytes:
     return target.getvalue()
 
 
-def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[av.VideoFrame]:
-    bound = {"max_pixels": str(index.limits.max_pixels)}
-    with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
-        if not container.streams.video or container.streams.video[0].codec_context is None:
-            raise BadSample(Reason.DECODE_ERROR, "no video that PyAV can decode", row.offset)
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
-        stream.codec_context.options = bound
-        unit = float(stream.time_base or 1)
-        origin = (stream.start_time or 0) * unit
-        container.seek(int((row.start_s + origin) / unit), stream=stream, backward=True)
-        for frame in container.decode(stream):
-            seconds = frame.time - origin
-            if row.end_s and seconds >= row.end_s - TIME_SLACK_SECONDS:
-                return
-            if seconds >= row.start_s - TIME_SLACK_SECONDS:
-                yield _shown(frame, row, stream.sample_aspect_ratio)
+def _describe(encoder: VideoCodecContext, shown: DecodedFrame) -> None:
+    """Have a copy say what its numbers mean and how wide its pixels are: encoding leaves both as they are."""
+    frame = shown.frame
+    encoder.sample_aspect_ratio = Fraction(shown.width, frame.width)
+    encoder.color_range = frame.color_range
+    if not frame.format.is_rgb:  # else the matrix is that of a file that says nothing
+        encoder.colorspace = frame.colorspace
+        encoder.color_primaries, encoder.color_trc = frame.color_primaries, frame.color_trc
 
 
-def _shown(frame: av.VideoFrame, row: IndexRow, pixel_aspect: Fraction | None) -> av.VideoFrame:
+def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[DecodedFrame]:
+    for seconds, shown in frames_from(source, row.clip(), _job(row, index), row.start_s):
+        if row.end_s and seconds >= row.end_s - TIME_SLACK_SECONDS:
+            return
+        if seconds >= row.start_s - TIME_SLACK_SECONDS:
+            yield _upright(shown, row)
+
+
+def _upright(shown: DecodedFrame, row: IndexRow) -> DecodedFrame:
     """The used part of a frame, as displayed: an encoded copy carries no rotation and no crop of its own."""
     if not row.rotation and not row.crop:
-        return frame
-    width = square_width(frame.width, pixel_aspect if row.crop else None)  # a box counts square pixels
+        return shown
+    frame, width = shown
     pixels = np.rot90(frame.to_ndarray(format="rgb24", width=width, height=frame.height), -row.rotation // 90)
-    if row.crop:
+    if row.crop:  # a box counts square pixels
         pixels = pixels[row.crop.top : row.crop.bottom, row.crop.left : row.crop.right]
-    return av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels, np.uint8), format="rgb24")
+    upright = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels, np.uint8), format="rgb24")
+    return DecodedFrame(upright, upright.width)
 
 
-def crop_picture(row: IndexRow, crop: CropBox, index: Index) -> bytes:
+def crop_picture(row: IndexRow, index: Index) -> bytes:
     """The used part of a picture as a PNG. Raises BadSample."""
-    width, height = crop.size
-    clip = row.clip()
-    job = DecodeJob(
+    target = io.BytesIO()
+    Image.fromarray(decode_clip(row.clip(), _job(row, index))[0]).save(target, "png")
+    return target.getvalue()
+
+
+def _job(row: IndexRow, index: Index) -> DecodeJob:
+    """One frame as large as it is."""
+    return DecodeJob(
         item=row.key,
-        bucket=Bucket(1, height, width),
-        clips=(clip,),
+        bucket=Bucket(1, row.height, row.width),
+        clips=(row.clip(),),
         fps=0.0,
         crop=False,
         limits=index.limits,
         decoder="",
     )
-    target = io.BytesIO()
-    Image.fromarray(decode_clip(clip, job)[0]).save(target, "png")
-    return target.getvalue()
 
 
 def _name(row: IndexRow, names: set[str]) -> str:

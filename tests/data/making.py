@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import struct
 import tarfile
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def clip(
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return buffer.getvalue()
+
+
+def turned(data: bytes, degrees: int) -> bytes:
+    """An MP4 that is shown turned clockwise, 0 or 90 degrees, by the matrix of its track."""
+    at = data.index(b"tkhd") + 4 + 40
+    a, b, c, d = {0: (1, 0, 0, 1), 90: (0, 1, -1, 0)}[degrees]
+    matrix = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    return data[:at] + matrix + data[at + len(matrix) :]
 
 
 @functools.cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +23,7 @@ from data.media_info import CropBox
 from data.storage import read_range
 from data.tools.convert import convert
 from data.types import Bucket, DecodeJob
-from tests.data.making import clip, index_of, picture, rejected, shard_faults
+from tests.data.making import clip, index_of, picture, rejected, shard_faults, turned
 
 NAMES = ["videos/a.mp4", "videos/b.mp4", "videos/c.png"]
 TEXTS = ["first, caption", "second\ncaption", "a still image"]
@@ -285,6 +287,48 @@ def test_converted_shards_hold_the_cropped_part(folder, tmp_path):
     for number, tolerance in enumerate((4.0, 0.0)):  # levels: video is encoded again, a picture is not
         made, original = (decode_clip(found.row(number).clip(), job).astype(float) for found in (again, index))
         assert abs(made - original).mean() <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("says", "aspect", "pixels"),
+    [
+        ((1, 1), 1, "yuv420p"),
+        ((1, 2), 1, "yuv420p"),
+        ((5, 2), 1, "yuv420p"),
+        ((5, 1), Fraction(4, 3), "yuv420p"),
+        ((0, 2), 1, "rgb24"),
+        ((2, 0), 1, "yuv420p"),
+    ],
+    ids=["709", "709 full", "601 full", "wide pixels", "rgb", "says nothing"],
+)
+@pytest.mark.parametrize("rotation", [0, 90])
+def test_a_part_that_is_encoded_again_keeps_its_colours_and_its_aspect(tmp_path, says, aspect, pixels, rotation):
+    with av.open(str(tmp_path / "a.mp4"), "w") as out:
+        codec = "libx264rgb" if pixels == "rgb24" else "libx264"
+        stream = out.add_stream(codec, rate=8, options={"crf": "1"})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, pixels
+        context = stream.codec_context
+        context.colorspace, context.color_range, context.sample_aspect_ratio = *says, aspect
+        for i in range(9):
+            if pixels == "rgb24":
+                frame = av.VideoFrame.from_ndarray(np.full((64, 96, 3), [220, 40, 10], np.uint8), format=pixels)
+            else:
+                planes = np.repeat(np.uint8([82, 90, 220]), [64, 16, 16])[:, None].repeat(96, 1)
+                frame = av.VideoFrame.from_ndarray(planes, format=pixels)
+                frame.colorspace, frame.color_range = says
+            frame.pts = i
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    (tmp_path / "a.mp4").write_bytes(turned((tmp_path / "a.mp4").read_bytes(), rotation))
+    (tmp_path / "list.json").write_text(json.dumps([{"path": "a.mp4", "cap": "a", "cut": [2, 6]}]))
+    index, _ = index_of(tmp_path / "list.json", tmp_path / "cache", kind="manifest")
+    convert(index, tmp_path / "shards", Ledger(), crf=1)
+    rows = [index.row(0), index_of(tmp_path / "shards", tmp_path / "cache")[0].row(0)]
+    assert rows[0].rotation == rotation and rows[1].rotation == 0
+    assert (rows[0].width, rows[0].height) == (rows[1].width, rows[1].height)
+    job = DecodeJob(item="", bucket=Bucket(1, 32, 32), clips=(), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
+    original, made = (decode_clip(row.clip(), job)[0, 16, 16].astype(int) for row in rows)
+    assert abs(made - original).max() <= 3  # levels: it is encoded again
 
 
 def test_max_frames_bounds_what_is_left_of_a_cut(folder, tmp_path):
