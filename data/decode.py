@@ -322,11 +322,17 @@ def _at_times(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> 
         if next_time == len(times):
             return
         shown, since = frame, seconds
-    hold = 1.5 / clip.fps if clip.fps else 0.0  # the last frame stays for its own duration
     for time in times[next_time:]:
-        if shown is None or time > since + hold:
+        if shown is None or time > since + _hold(shown.frame, clip):
             raise BadSample(Reason.TRUNCATED_VIDEO, f"ends at {since:.2f} s, {time:.2f} s wanted", clip.offset)
         yield shown
+
+
+def _hold(last: av.VideoFrame, clip: Clip) -> float:
+    """Seconds for which the last frame of a clip stays: its own duration, which the clip's length counts. The last one
+    of a file that was cut off is any frame."""
+    own = float(last.duration * last.time_base) if last.duration and last.time_base else 0.0
+    return max(own, 1.5 / clip.fps if clip.fps else 0.0)
 
 
 def _fit(shown: DecodedFrame, job: DecodeJob, rotation: int, scaler: VideoReformatter, into: np.ndarray) -> None:

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.buckets import ClipShape, last_start
 from data.config import LimitsConfig
 from data.decode import SCALING, covering, decode_clip, decode_job
 from data.engines.blocks import to_block
 from data.errors import DataIOError
 from data.ledger import BadSample, Reason
+from data.media import probe
 from data.media_info import CropBox
+from data.storage import ReadFile
 from data.types import Bucket, CaptionRef, Clip, DecodeJob
 from tests.data import making
 
@@ -129,6 +132,34 @@ def test_variable_frame_rates_are_sampled_by_time_stamps(tmp_path: Path) -> None
     path = write_video(tmp_path / "variable.mp4", times)
     found = numbers(decode_clip(clip(path, 8, fps=8 / 2.2), job(bucket=Bucket(9, 64, 96), fps=4.0)))
     assert found == [max(k for k, time in enumerate(times) if time <= n / 4 + 1e-4) for n in range(9)]
+
+
+def test_a_last_frame_that_stays_long_is_held_for_its_own_duration(tmp_path: Path) -> None:
+    """As in screen recordings, whose length by the average rate counts it."""
+    whole = tmp_path / "last.mp4"
+    with av.open(str(whole), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=RATE, options={"crf": "1", "bf": "0", "tune": "zerolatency"})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        packets = []
+        for index in range(60):
+            planes = np.full((96, 96), 128, np.uint8)
+            planes[:64] = 2 * index + 20
+            packets += stream.encode(av.VideoFrame.from_ndarray(planes, format="yuv420p"))
+        packets += stream.encode()
+        packets[-1].duration = 5 * RATE
+        for packet in packets:
+            container.mux(packet)
+    with ReadFile(str(whole)) as file:
+        info = probe(file, 0, file.size, "mp4", LimitsConfig())
+    shape, bucket = ClipShape(frames=info.num_frames, height=64, width=96, fps=info.fps), Bucket(17, 64, 96)
+    assert info.num_frames == 60 and info.duration > 9.9
+    latest = clip(whole, 60, fps=info.fps, start_frame=last_start(shape, bucket, 4.0))
+    found = numbers(decode_clip(latest, job(bucket=bucket, fps=4.0)))
+    assert found[-1] == 59 and found == sorted(found)
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(whole.read_bytes()[: int(0.9 * whole.stat().st_size)])
+    wanted = clip(cut, 60, fps=info.fps, start_frame=last_start(shape, bucket, 4.0))
+    assert reason_of(wanted, job(bucket=bucket, fps=4.0)) in (Reason.TRUNCATED_VIDEO, Reason.DECODE_ERROR)
 
 
 # dense, then sparse: by the average rate of 6.4 frames/s the last legal start lies where too few frames follow
