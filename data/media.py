@@ -1,16 +1,18 @@
 """Header of any clip or image: MP4 and MOV by their moov, still images by Pillow's lazy open, the rest by PyAV.
 
 Nothing is decoded on the first two ways. PyAV opens Matroska, WebM, AVI and fragmented MP4 with `max_pixels` set, since
-`av.open` itself decodes a frame to learn the pixel format.
+`av.open` itself decodes a frame to learn the pixel format. Another one is decoded here, which says how it is turned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 
 import av
 import av.error
+from av.sidedata.sidedata import SideData
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import Transpose
 
@@ -128,19 +130,33 @@ def _probe_with_av(file: ReadFile, offset: int, size: int, limits: LimitsConfig)
             if stream.codec_context is None:
                 raise BadSample(Reason.DECODE_ERROR, f"{container.format.name} with a codec that PyAV does not know")
             check_pixels(stream.codec_context.width, stream.codec_context.height, limits)
-            times, num_keyframes = [], 0
+            stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
+            stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
+            times, num_keyframes, rotation = [], 0, None
             for packet in container.demux(stream):
                 if packet.pts is not None and packet.size:
                     times.append(packet.pts)
                     num_keyframes += packet.is_keyframe
+                if rotation is None:
+                    rotation = _rotation_in(packet)
                 if len(times) > limits.max_frames:
                     raise BadSample(Reason.TOO_MANY_FRAMES, f"more than max_frames {limits.max_frames}")
-            return _info_from_packets(stream, times, num_keyframes)
+            return _info_from_packets(stream, times, num_keyframes, rotation or 0)
     except av.error.FFmpegError as error:
         raise BadSample(Reason.DECODE_ERROR, f"PyAV: {error}") from error
 
 
-def _info_from_packets(stream: av.VideoStream, times: list[int], num_keyframes: int) -> MediaInfo:
+def _rotation_in(packet: av.Packet) -> int | None:
+    """Degrees clockwise to turn frames, from the first one: PyAV tells them of frames alone. None where none comes out.
+    What cannot be decoded is told when it is drawn, as of clips that are never decoded here."""
+    with contextlib.suppress(av.error.FFmpegError):
+        for frame in packet.decode():
+            matrix = frame.side_data.get("DISPLAYMATRIX")
+            return mp4.rotation_of(struct.unpack("=9i", matrix)) if isinstance(matrix, SideData) else 0
+    return None
+
+
+def _info_from_packets(stream: av.VideoStream, times: list[int], num_keyframes: int, rotation: int) -> MediaInfo:
     width, height = stream.codec_context.width, stream.codec_context.height
     if not times or not width or not height:
         raise BadSample(Reason.NO_VIDEO_TRACK, f"{len(times)} frames of {width}x{height}")
@@ -156,6 +172,7 @@ def _info_from_packets(stream: av.VideoStream, times: list[int], num_keyframes: 
         fps=rate,
         num_frames=len(times),
         duration=len(times) / rate,
+        rotation=rotation,
         num_keyframes=max(num_keyframes, 1),
     )
 

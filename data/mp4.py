@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -246,6 +246,10 @@ def _pixel_aspect(moov: bytes, tkhd: int, stsd: tuple[int, int], width: int, hei
 
 def _rotation(moov: bytes, tkhd: int) -> int:
     """Degrees clockwise to turn a frame for display, from the matrix of tkhd."""
-    matrix = struct.unpack_from(">9i", moov, tkhd + (52 if moov[tkhd] == 1 else 40))
+    return rotation_of(struct.unpack_from(">9i", moov, tkhd + (52 if moov[tkhd] == 1 else 40)))
+
+
+def rotation_of(matrix: Sequence[int]) -> int:
+    """Degrees clockwise to turn a frame for display; 0 for any other change of it than a turn."""
     signs = tuple((value > 0) - (value < 0) for value in (matrix[0], matrix[1], matrix[3], matrix[4]))
     return ROTATIONS.get(signs, 0)  # type: ignore[arg-type]

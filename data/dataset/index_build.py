@@ -166,11 +166,8 @@ def _clear_up(folder: Path, firsts: set[str]) -> None:
 
 
 def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:
-    return meta is not None and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == (
-        part.size,
-        part.mtime_ns,
-        part.fingerprint,
-    )
+    now = (part.size, part.mtime_ns, part.fingerprint)
+    return meta is not None and meta["turned"] and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == now
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:

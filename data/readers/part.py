@@ -121,9 +121,11 @@ class PartMeta(TypedDict):
     faults: list[FaultRecord]
     unread: NotRequired[list[str]]  # columns or members that no sample of it needs; indexes of before have none
     beside: NotRequired[dict[str, int]]  # bytes of each file beside it, by suffix; indexes of before have none
+    turned: NotRequired[bool]  # says how all of its clips are turned; indexes of before only where none is Matroska
 
 
-ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside"}  # what every index has
+ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside", "turned"}  # what every index has
+_UNTURNED = frozenset(("mkv", "webm"))  # may say how they are turned, which indexes did not have
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
 
@@ -283,6 +285,7 @@ class PartWriter:
             "faults": [fault.to_json() for fault in self._faults],
             "unread": sorted(map(_text, self._unread)),
             "beside": {suffix: file.tell() for suffix, file in self._beside.items()},
+            "turned": True,
         }
         assert self._writer is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})
@@ -382,7 +385,8 @@ def read_meta(path: Path) -> PartMeta | None:
     """Metadata of a finished part, or None if it is absent, torn or of another version. A file beside it that is gone
     or of another size makes it torn."""
     try:
-        meta: PartMeta = json.loads((pq.read_metadata(path).metadata or {}).get(b"heddle", b"{}"))
+        footer = pq.read_metadata(path)
+        meta: PartMeta = json.loads((footer.metadata or {}).get(b"heddle", b"{}"))
     except (FileNotFoundError, pa.ArrowException, ValueError):
         return None
     except OSError as error:
@@ -391,8 +395,19 @@ def read_meta(path: Path) -> PartMeta | None:
         return None  # PyArrow's own, of a footer that is none
     if not isinstance(meta, dict) or meta.get("version") != VERSION or not meta.keys() >= ALWAYS:
         return None
+    if "turned" not in meta:
+        meta["turned"] = not _UNTURNED.intersection(_suffixes(path, footer))
     beside = meta.get("beside", {})
     return meta if all(_size_of(path.with_suffix(suffix)) == size for suffix, size in beside.items()) else None
+
+
+def _suffixes(path: Path, footer: pq.FileMetaData) -> set[str]:
+    """Suffixes of the media of a part."""
+    column = SCHEMA.get_field_index("suffix")
+    told = [footer.row_group(group).column(column).statistics for group in range(footer.num_row_groups)]
+    if all(bounds and bounds.min == bounds.max for bounds in told):  # as of most shards: no rows have to be read
+        return {bounds.min for bounds in told}
+    return set(pq.read_table(path, columns=["suffix"]).column("suffix").to_pylist())
 
 
 def _size_of(path: Path) -> int:

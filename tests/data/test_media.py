@@ -21,6 +21,8 @@ from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo, square_width
 from data.storage import ReadFile
 from data.types import Bucket, Clip, DecodeJob
+from tests.data import making
+from tests.data.making import turned
 
 CORNERS = (
     (slice(0, 8), slice(0, 8)),
@@ -226,6 +228,28 @@ def test_pixels_are_made_square_before_the_frame_is_turned(tmp_path: Path) -> No
     assert info.rotation == 90 and info.shown_size == (64, 96)
     height, width = extent(decode(path, info, 96, 64))
     assert abs(height - 32) <= 2 and abs(width - 32) <= 2
+
+
+@pytest.mark.parametrize("degrees", [0, 90])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_a_clip_that_pyav_probes_is_turned_as_it_says(tmp_path: Path, suffix: str, degrees: int) -> None:
+    data = turned(making.clip(movflags="frag_keyframe+empty_moov" if suffix == "mp4" else ""), degrees)
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(data if suffix == "mp4" else remuxed(data, "matroska"))
+    info = probe(path)
+    assert info.rotation == degrees and info.num_frames == 9
+    assert info.shown_size == ((48, 64) if degrees else (64, 48))
+
+
+def remuxed(data: bytes, container: str) -> bytes:
+    target = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(target, "w", format=container) as out:
+        stream = out.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                out.mux(packet)
+    return target.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,21 @@ def test_an_index_without_the_sizes_of_its_files_is_taken_as_it_is(tmp_path, ope
     assert not [name for name in opened if name.endswith(".png")]
 
 
+@pytest.mark.parametrize(("suffix", "again"), [("mp4", False), ("mkv", True)])
+def test_an_index_that_does_not_say_how_clips_are_turned_is_made_again(tmp_path, opened, suffix, again):
+    (tmp_path / "a.tar").write_bytes(shard([*sample(0), *sample(1, **{"mp4": None, suffix: clip(container="mp4")})]))
+    first, _ = index_of(tmp_path / "a.tar", tmp_path / "cache")
+    file = first.parts[0].file
+    meta = {name: value for name, value in part.read_meta(file).items() if name != "turned"}
+    pq.write_table(pq.read_table(file).replace_schema_metadata({"heddle": json.dumps(meta)}), file)
+    opened.clear()
+    second, _ = index_of(tmp_path / "a.tar", tmp_path / "cache")
+    assert bool(opened) is again and second.hash == first.hash
+    opened.clear()
+    index_of(tmp_path / "a.tar", tmp_path / "cache")
+    assert not opened
+
+
 def test_files_of_an_index_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
     done = []
     sync, replace = os.fsync, os.replace
