@@ -13,12 +13,13 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from hashlib import blake2b
-from itertools import chain, islice, pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 
 from data import storage
@@ -27,6 +28,7 @@ from data.dataset.index import Index, IndexedPart
 from data.errors import DataError, DataIOError
 from data.in_words import part_of
 from data.ledger import Ledger, Reason
+from data.readers.catalogue import listing
 from data.readers.part import CAPTIONS, MEDIA, MISSING, VERSION, IndexPart, PartMeta, PartWriter, read_meta
 from data.readers.registry import reader_of, with_kind
 from ops.counted import counted
@@ -62,12 +64,15 @@ def build_index(
     reader = reader_of(located, limits)
     settings = _settings(located, limits)
     parts = reader.parts()
+    states = _states_in(folder)
+    listed = cache(listing)
     files, metas = [], []
     for part in parts:
-        file, meta = _file_of(part, folder / _file_name(part.uri, settings))
+        first = folder / _file_name(part.uri, settings)
+        file, meta = _file_of(part, first, states.get(first.stem, []), listed)
         files.append(file)
         metas.append(meta)
-    stale = [i for i, part in enumerate(parts) if not _fresh(part, metas[i])]
+    stale = [i for i, meta in enumerate(metas) if meta is None]
     if stale:
         log.info(
             "index of %s: %d of %d shards are read%s",
@@ -79,21 +84,22 @@ def build_index(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             jobs = [(located, limits, parts[i], files[i]) for i in stale]
-            for count, _ in enumerate(_build_parts(jobs, workers), 1):
+            for done, _ in enumerate(_build_parts(jobs, workers), 1):
                 if progress:
-                    progress(count, len(jobs))
-            _clear_up(folder, {first for i in stale if (first := _first_name(files[i])) != files[i].stem})
+                    progress(done, len(jobs))
+            for i in stale:
+                _clear_up([*states.get(_first_name(files[i]), []), files[i]])
         except OSError as error:
             raise DataIOError(
                 f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
             ) from error
     for i in stale:
         metas[i] = read_meta(files[i])
-    done = []
+    indexed = []
     for part, file, meta in zip(parts, files, metas, strict=True):
         assert meta is not None, f"{file} was just written"
-        done.append(IndexedPart(part, file, meta))
-    index = Index(source, limits, ordinal, done)
+        indexed.append(IndexedPart(part, file, meta))
+    index = Index(source, limits, ordinal, indexed)
     index.file_into(ledger)
     if not index.num_ok and not allow_empty:
         raise DataError(_why_empty(index))
@@ -135,39 +141,51 @@ def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None
         raise
 
 
-def _file_of(part: IndexPart, first: Path) -> tuple[Path, PartMeta | None]:
-    """The file of a part and what it says: `first`, or one beside it where that says how the part was at another time.
-    A run may read it still: replaced under its open index it would give that run other rows and other captions."""
-    meta = read_meta(first)
-    if meta is None or _fresh(part, meta):
-        return first, meta
-    state = blake2b(repr((part.size, part.mtime_ns, part.fingerprint)).encode(), digest_size=8).hexdigest()
-    file = first.with_name(f"{first.stem}.{state}.parquet")
-    return file, read_meta(file)
+def _states_in(folder: Path) -> dict[str, list[Path]]:
+    """Files of each part by the stem of its first one: how it was at several times."""
+    states: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*.parquet")):
+        states.setdefault(_first_name(file), []).append(file)
+    return states
 
 
 def _first_name(file: Path) -> str:
-    """Name of the first file of a part without its suffix, which those of its other states begin with."""
-    return re.sub(r"\.[0-9a-f]{16}$", "", file.stem)
+    return re.sub(r"\.\d+$", "", file.stem)
 
 
-def _clear_up(folder: Path, firsts: set[str]) -> None:
-    """Remove files of these parts that say how they were before, a month after another one was written."""
-    states: dict[str, list[tuple[float, Path]]] = {first: [] for first in firsts}
+def _file_of(
+    part: IndexPart, first: Path, states: Sequence[Path], listed: Callable[[str], str]
+) -> tuple[Path, PartMeta | None]:
+    """The file that says how a part is now, and its metadata; without one None, and where to write it. A file that says
+    how the part was at another time stays: replaced under the open index of a run it would give that other rows and
+    other captions."""
+    taken = set()
+    for file in states:
+        meta = read_meta(file)
+        if meta is not None and _fresh(part, meta, listed):
+            return file, meta
+        if meta is not None:
+            taken.add(file)
+    names = chain([first], (first.with_name(f"{first.stem}.{number}.parquet") for number in count(1)))
+    return next(file for file in names if file not in taken), None
+
+
+def _clear_up(states: Sequence[Path]) -> None:
+    """Remove files that say how a part was before, a month after another one was written."""
     with suppress(OSError):  # others may remove them at the same time, and what stays does no harm
-        for file in folder.glob("*.parquet") if firsts else ():
-            if (first := _first_name(file)) in firsts:
-                states[first].append((file.stat().st_mtime, file))
-        for files in states.values():
-            for (_, earlier), (written, _) in pairwise(sorted(files)):
-                if time.time() - written > SUPERSEDED_S:
-                    for suffix in (".parquet", CAPTIONS, MEDIA, MISSING):
-                        earlier.with_suffix(suffix).unlink(missing_ok=True)
+        files = sorted((file.stat().st_mtime, file) for file in {*states})
+        for (_, earlier), (written, _) in pairwise(files):
+            if time.time() - written > SUPERSEDED_S:
+                for suffix in (".parquet", CAPTIONS, MEDIA, MISSING):
+                    earlier.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:
+def _fresh(part: IndexPart, meta: PartMeta, listed: Callable[[str], str]) -> bool:
+    """Whether a part and the folders outside of its source are as they were. `listed`: what is in a folder now."""
     now = (part.size, part.mtime_ns, part.fingerprint)
-    return meta is not None and meta["turned"] and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == now
+    if not meta["turned"] or (meta["size"], meta["mtime_ns"], meta["fingerprint"]) != now:
+        return False
+    return all(listed(folder) == then for folder, then in meta.get("outside", {}).items())
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:

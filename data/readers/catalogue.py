@@ -6,8 +6,9 @@ Memory grows with the files that exist, not with the table: most of the 36 milli
 from __future__ import annotations
 
 import errno
+import logging
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -18,10 +19,18 @@ from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo
 from data.storage import FileStat, ReadFile
 
+log = logging.getLogger(__name__)
+
 SCORED = re.compile(r"\d+\.\d+_(.+)")  # <VTSS>_<videoID>; a videoID holds no dot
 PROBES_KEPT = 4096  # clips of one source video follow each other in the table
 # a video that rows take parts of: 12 h at 60 fps, YouTube's longest; its header costs 120 MiB to read
 MAX_SOURCE_FRAMES = 12 * 3600 * 60
+MOST_OUTSIDE = 1024  # folders beside a table's own that are listed at each start
+FEW_OF, FEW_FILES = 100, 10_000  # a table names few files of a folder that has more than 10,000 and 100 for each
+OUTSIDE_UNSEEN = (
+    "files in %s are named by path: whether they change is not seen. "
+    "Give the folder above them in data.sources media, or delete the index when they have."
+)
 
 
 class Catalogue:
@@ -60,6 +69,8 @@ class Catalogue:
         for _, _, stem, file in sorted(named, key=lambda entry: entry[:2]):
             self._by_stem.setdefault(stem, file)
         self.fingerprint = digest.hexdigest()
+        self._outside: dict[str, list[FileStat]] = {}  # media of folders outside of the root
+        self._named: Counter[str] = Counter()  # how many files of such a folder were asked for
         self._probes: OrderedDict[tuple[str, bool], MediaInfo | BadSample] = OrderedDict()
 
     def __len__(self) -> int:
@@ -79,13 +90,37 @@ class Catalogue:
         if path.startswith("./"):
             path = path[2:]
         try:
-            return self._by_path.get(path) or storage.stat(storage.join(self.root, path), self.limits.retries)
+            if (found := self._by_path.get(path)) is not None:
+                return found
+            uri = storage.join(self.root, path)
+            if _is_outside(uri, self.root):
+                self._note_outside(uri)
+            return storage.stat(uri, self.limits.retries)
         except (DataError, ValueError) as error:  # a scheme that nothing serves; a NUL or a lone surrogate
             raise BadSample(Reason.UNSAFE_NAME, str(error)) from error
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
             raise BadSample(Reason.UNSAFE_NAME, f"a path of {len(path)} characters: {path[:80]!r}") from error
+
+    def _note_outside(self, uri: str) -> None:
+        """Lists the folder of a file before any of it is read: what changes meanwhile is seen at the next start."""
+        folder = storage.parent(uri)
+        self._named[folder] += 1
+        if folder not in self._outside and len(self._outside) < MOST_OUTSIDE:
+            self._outside[folder] = _list(folder)
+
+    def outside(self) -> dict[str, str]:
+        """What was in the folders outside of the root that `at` was asked about since the last call, as `listing` says.
+        Folders of which few files are asked for, or that are too many, are left out: each start lists them again."""
+        listed, named, self._outside, self._named = self._outside, self._named, {}, Counter()
+        if len(named) > MOST_OUTSIDE:
+            log.warning(OUTSIDE_UNSEEN, f"{len(named)} folders, such as {next(iter(named))},")
+            return {}
+        few = {folder for folder, files in listed.items() if len(files) > FEW_OF * named[folder] + FEW_FILES}
+        for folder in few:
+            log.warning(OUTSIDE_UNSEEN, f"{folder}, which has {len(listed[folder])} of them,")
+        return {folder: _digest(files) for folder, files in listed.items() if folder not in few}
 
     def probe(self, file: FileStat, ranged: bool = False) -> MediaInfo:
         """Header of a whole file; the last ones are remembered. `ranged`: a row takes a part of it, so max_frames is
@@ -108,6 +143,32 @@ class Catalogue:
         if isinstance(known, BadSample):
             raise BadSample(known.reason, known.detail)
         return known
+
+
+def listing(folder: str) -> str:
+    """A digest of the media files directly in a folder, of their sizes and times; that of none where it cannot be
+    listed."""
+    return _digest(_list(folder))
+
+
+def _list(folder: str) -> list[FileStat]:
+    try:
+        files = storage.list_files(folder, recursive=False) if storage.is_folder(folder) else []
+    except (PermissionError, FileNotFoundError, NotADirectoryError):  # its files may be readable all the same
+        return []
+    return [file for file in files if media.suffix_of(file.uri) in media.MEDIA_SUFFIXES]
+
+
+def _digest(files: list[FileStat]) -> str:
+    digest = blake2b(digest_size=8)
+    for file in files:
+        digest.update(f"{file.uri}|{file.size}|{file.mtime_ns}\n".encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+def _is_outside(uri: str, root: str) -> bool:
+    below = uri.removeprefix(f"{root.rstrip('/')}/")
+    return below == uri or ".." in below.split("/")
 
 
 def cut(info: MediaInfo, start_s: float, end_s: float, limits: LimitsConfig) -> tuple[MediaInfo, float, float]:

@@ -122,9 +122,10 @@ class PartMeta(TypedDict):
     unread: NotRequired[list[str]]  # columns or members that no sample of it needs; indexes of before have none
     beside: NotRequired[dict[str, int]]  # bytes of each file beside it, by suffix; indexes of before have none
     turned: NotRequired[bool]  # says how all of its clips are turned; indexes of before only where none is Matroska
+    outside: NotRequired[dict[str, str]]  # digest of each folder outside of the source in which files of it are
 
 
-ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside", "turned"}  # what every index has
+ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside", "turned", "outside"}  # what every index has
 _UNTURNED = frozenset(("mkv", "webm"))  # may say how they are turned, which indexes did not have
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
@@ -203,6 +204,7 @@ class PartWriter:
         self._beside: dict[str, BinaryIO] = {}  # by suffix
         self._scratch_stem = f".{path.stem}.{uuid.uuid4().hex[:_DRAWN]}"  # hosts that share the folder have equal pids
         self._unread: set[str] = set()
+        self.outside: dict[str, str] = {}  # as PartMeta has it
 
     def add(self, sample: IndexedSample) -> None:
         if sample.path != _text(sample.path):
@@ -286,6 +288,7 @@ class PartWriter:
             "unread": sorted(map(_text, self._unread)),
             "beside": {suffix: file.tell() for suffix, file in self._beside.items()},
             "turned": True,
+            "outside": self.outside,
         }
         assert self._writer is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})

@@ -103,6 +103,7 @@ class KoalaReader:
                         self._add(listed, seen, writer)
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
+        writer.outside = self.catalogue.outside()
 
     def _listed(self, row: dict[str, object] | BadSample, number: int) -> Iterator[KoalaClip | BadSample]:
         if isinstance(row, BadSample):

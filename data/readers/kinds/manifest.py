@@ -97,6 +97,7 @@ class ManifestReader:
                     self._add(row, number, catalogue, seen, writer)
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
+        writer.outside = catalogue.outside()
 
     def _add(
         self, row: dict[str, object], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter

@@ -17,7 +17,7 @@ from data.config import SourceConfig
 from data.dataset.index_build import build_index, index_folder
 from data.errors import DataError
 from data.ledger import Ledger
-from data.readers import part
+from data.readers import catalogue, part
 from data.storage import ReadFile, read_range
 from data.tools.stats import statistics
 from tests.data.making import clip, good, index_of, picture, sample, shard
@@ -76,6 +76,42 @@ def test_an_open_index_stays_as_it_was_when_its_table_changes(tmp_path, opened):
     opened.clear()
     again, _ = index_of(path, tmp_path / "cache", kind="manifest")
     assert again.hash == other.hash and not [name for name in opened if name.endswith(".png")]
+
+
+@pytest.mark.parametrize("place", ["absolute", "relative", "inside"])
+def test_files_outside_of_a_tables_folder_are_looked_at_again(tmp_path, opened, place):
+    table, videos = tmp_path / "set" / "list.csv", tmp_path / ("set/videos" if place == "inside" else "videos")
+    videos.mkdir(parents=True)
+    table.parent.mkdir(exist_ok=True)
+    named = "../videos" if place == "relative" else videos
+    table.write_text("path,caption\n" + "".join(f"{named}/{name}.mp4,a clip\n" for name in "ab"))
+    (videos / "a.mp4").write_bytes(clip())
+    live, _ = index_of(table, tmp_path / "cache", kind="manifest")
+    assert (len(live), live.missing) == (1, 1)
+    (videos / "b.mp4").write_bytes(clip(seed=1))
+    both, _ = index_of(table, tmp_path / "cache", kind="manifest")
+    assert (len(both), both.missing) == (2, 0)
+    (videos / "a.mp4").write_bytes(clip(frames=5))
+    later, _ = index_of(table, tmp_path / "cache", kind="manifest")
+    assert [later.row(i).num_frames for i in range(2)] == [5, 9] and later.row(0).content != both.row(0).content
+    assert [both.row(i).num_frames for i in range(2)] == [9, 9] and live.row(0).num_frames == 9
+    opened.clear()
+    assert index_of(table, tmp_path / "cache", kind="manifest")[0].hash == later.hash
+    assert not [name for name in opened if name.endswith(".mp4")]
+
+
+@pytest.mark.parametrize("setting", ["MOST_OUTSIDE", "FEW_OF"])
+def test_folders_that_take_too_long_to_list_are_named_and_left_out(tmp_path, monkeypatch, caplog, setting):
+    (tmp_path / "set").mkdir()
+    for folder in ("b", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.mp4").write_bytes(clip())
+    (tmp_path / "set" / "list.csv").write_text("path,caption\n../b/a.mp4,one\n../c/a.mp4,two\n")
+    monkeypatch.setattr(catalogue, setting, 0)
+    monkeypatch.setattr(catalogue, "FEW_FILES", 0)
+    index, _ = index_of(tmp_path / "set" / "list.csv", tmp_path / "cache", kind="manifest")
+    assert index.num_ok == 2 and index.parts[0].meta["outside"] == {}
+    assert f"files in {'2 folders, such as ' if setting == 'MOST_OUTSIDE' else ''}{tmp_path}/set/../b" in caplog.text
 
 
 def test_what_a_part_was_before_goes_a_month_after_it_changed(tmp_path):
