@@ -29,7 +29,17 @@ from data.errors import DataError, DataIOError
 from data.in_words import part_of
 from data.ledger import Ledger, Reason
 from data.readers.catalogue import listing
-from data.readers.part import CAPTIONS, MEDIA, MISSING, VERSION, IndexPart, PartMeta, PartWriter, read_meta
+from data.readers.part import (
+    CAPTIONS,
+    MEDIA,
+    MISSING,
+    VERSION,
+    IndexPart,
+    PartMeta,
+    PartWriter,
+    is_outdated,
+    read_meta,
+)
 from data.readers.registry import reader_of, with_kind
 from ops.counted import counted
 
@@ -162,10 +172,11 @@ def _file_of(
     taken = set()
     for file in states:
         meta = read_meta(file)
-        if meta is not None and _fresh(part, meta, listed):
+        if meta is None:
+            continue
+        if _fresh(part, meta, listed) and not is_outdated(file, meta):
             return file, meta
-        if meta is not None:
-            taken.add(file)
+        taken.add(file)
     names = chain([first], (first.with_name(f"{first.stem}.{number}.parquet") for number in count(1)))
     return next(file for file in names if file not in taken), None
 
@@ -183,9 +194,8 @@ def _clear_up(states: Sequence[Path]) -> None:
 def _fresh(part: IndexPart, meta: PartMeta, listed: Callable[[str], str]) -> bool:
     """Whether a part and the folders outside of its source are as they were. `listed`: what is in a folder now."""
     now = (part.size, part.mtime_ns, part.fingerprint)
-    if not meta["turned"] or (meta["size"], meta["mtime_ns"], meta["fingerprint"]) != now:
-        return False
-    return all(listed(folder) == then for folder, then in meta.get("outside", {}).items())
+    then = (meta["size"], meta["mtime_ns"], meta["fingerprint"])
+    return now == then and all(listed(folder) == was for folder, was in meta.get("outside", {}).items())
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:

@@ -28,6 +28,7 @@ from data.ledger import BadSample, Fault, FaultRecord, Reason
 from data.media_info import CropBox, MediaInfo
 
 VERSION = 5
+REVISION = 1  # raised with `is_outdated`, where only some parts are read otherwise than before
 _DRAWN = 12  # digits of a scratch file's name
 _KILLED_S = 86400.0  # since anything was written into one
 ROWS_PER_GROUP = 4096
@@ -121,11 +122,11 @@ class PartMeta(TypedDict):
     faults: list[FaultRecord]
     unread: NotRequired[list[str]]  # columns or members that no sample of it needs; indexes of before have none
     beside: NotRequired[dict[str, int]]  # bytes of each file beside it, by suffix; indexes of before have none
-    turned: NotRequired[bool]  # says how all of its clips are turned; indexes of before only where none is Matroska
+    revision: NotRequired[int]  # REVISION when it was read; indexes of before have none
     outside: NotRequired[dict[str, str]]  # digest of each folder outside of the source in which files of it are
 
 
-ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside", "turned", "outside"}  # what every index has
+ALWAYS = PartMeta.__annotations__.keys() - {"unread", "beside", "revision", "outside"}  # what every index has
 _UNTURNED = frozenset(("mkv", "webm"))  # may say how they are turned, which indexes did not have
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
 
@@ -287,7 +288,7 @@ class PartWriter:
             "faults": [fault.to_json() for fault in self._faults],
             "unread": sorted(map(_text, self._unread)),
             "beside": {suffix: file.tell() for suffix, file in self._beside.items()},
-            "turned": True,
+            "revision": REVISION,
             "outside": self.outside,
         }
         assert self._writer is not None
@@ -388,8 +389,7 @@ def read_meta(path: Path) -> PartMeta | None:
     """Metadata of a finished part, or None if it is absent, torn or of another version. A file beside it that is gone
     or of another size makes it torn."""
     try:
-        footer = pq.read_metadata(path)
-        meta: PartMeta = json.loads((footer.metadata or {}).get(b"heddle", b"{}"))
+        meta: PartMeta = json.loads((pq.read_metadata(path).metadata or {}).get(b"heddle", b"{}"))
     except (FileNotFoundError, pa.ArrowException, ValueError):
         return None
     except OSError as error:
@@ -398,14 +398,20 @@ def read_meta(path: Path) -> PartMeta | None:
         return None  # PyArrow's own, of a footer that is none
     if not isinstance(meta, dict) or meta.get("version") != VERSION or not meta.keys() >= ALWAYS:
         return None
-    if "turned" not in meta:
-        meta["turned"] = not _UNTURNED.intersection(_suffixes(path, footer))
     beside = meta.get("beside", {})
     return meta if all(_size_of(path.with_suffix(suffix)) == size for suffix, size in beside.items()) else None
 
 
-def _suffixes(path: Path, footer: pq.FileMetaData) -> set[str]:
+def is_outdated(path: Path, meta: PartMeta) -> bool:
+    """Whether a finished part may be another one if it is read now."""
+    if meta.get("revision", 0) >= REVISION:
+        return False
+    return Reason.SPLIT_KEY in meta["rejects"] or not _UNTURNED.isdisjoint(_suffixes(path))
+
+
+def _suffixes(path: Path) -> set[str]:
     """Suffixes of the media of a part."""
+    footer = pq.read_metadata(path)
     column = SCHEMA.get_field_index("suffix")
     told = [footer.row_group(group).column(column).statistics for group in range(footer.num_row_groups)]
     if all(bounds and bounds.min == bounds.max for bounds in told):  # as of most shards: no rows have to be read

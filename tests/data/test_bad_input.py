@@ -197,6 +197,18 @@ def test_member_without_suffix_is_noted(tmp_path):
     assert usable_keys(index) == KEYS and notes(ledger) == {"no_suffix": 1}
 
 
+@pytest.mark.parametrize("folder", ["", "./", "clips/", "a/b.c/"])
+def test_what_macos_adds_beside_each_file_is_noted_and_splits_no_sample(tmp_path, folder):
+    members = [
+        entry
+        for name, data in good()
+        for entry in ((f"{folder}._{name}", b"\0\5\x16\7" + bytes(160)), (f"{folder}{name}", data))
+    ]
+    index, ledger = indexed(tmp_path, shard(members))
+    assert usable_keys(index) == [folder + key for key in KEYS]
+    assert notes(ledger) == {"no_suffix": len(members) // 2} and not ledger.rejected
+
+
 def test_second_dot_in_a_name_is_accepted_if_only_one_video_is_meant(tmp_path):
     members = [*good(4), ("clip.v2.mp4", clip()), ("clip.txt", b"a clip")]
     index, ledger = indexed(tmp_path, shard(members))

@@ -26,7 +26,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.readers.tar import MemberKind, TarMember, read_members
-from data.storage import ReadFile, expand, stat
+from data.storage import ReadFile, expand, name_of, stat
 
 KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 META = re.compile(r"__[^/]*__($|/)")
@@ -105,7 +105,7 @@ class WebDatasetReader:
             writer.fault(Fault(reason, part.uri, member.name, member.header, "not a file; ignored"))
             return None
         match = KEY.fullmatch(member.name)
-        if match is None:
+        if match is None or name_of(member.name).startswith("."):  # as clips/._00000.mp4, which macOS adds
             writer.fault(Fault(Reason.NO_SUFFIX, part.uri, member.name, member.header, "a name without extension"))
             return None
         key, extension = match[1], match[2].lower()

@@ -234,12 +234,20 @@ def test_an_index_without_the_sizes_of_its_files_is_taken_as_it_is(tmp_path, ope
     assert not [name for name in opened if name.endswith(".png")]
 
 
-@pytest.mark.parametrize(("suffix", "again"), [("mp4", False), ("mkv", True)])
-def test_an_index_that_does_not_say_how_clips_are_turned_is_made_again(tmp_path, opened, suffix, again):
-    (tmp_path / "a.tar").write_bytes(shard([*sample(0), *sample(1, **{"mp4": None, suffix: clip(container="mp4")})]))
+OUTDATED = {
+    "nothing": ([], False),
+    "matroska": (sample(2, mp4=None, mkv=clip(container="matroska")), True),
+    "split keys": (sample(0), True),
+}
+
+
+@pytest.mark.parametrize("what", OUTDATED)
+def test_a_part_of_before_is_read_again_only_where_it_may_be_another_one(tmp_path, opened, what):
+    members, again = OUTDATED[what]
+    (tmp_path / "a.tar").write_bytes(shard([*good(2), *members]))
     first, _ = index_of(tmp_path / "a.tar", tmp_path / "cache")
     file = first.parts[0].file
-    meta = {name: value for name, value in part.read_meta(file).items() if name != "turned"}
+    meta = {name: value for name, value in part.read_meta(file).items() if name != "revision"}
     pq.write_table(pq.read_table(file).replace_schema_metadata({"heddle": json.dumps(meta)}), file)
     opened.clear()
     second, _ = index_of(tmp_path / "a.tar", tmp_path / "cache")
