@@ -406,17 +406,26 @@ def is_outdated(path: Path, meta: PartMeta) -> bool:
     """Whether a finished part may be another one if it is read now."""
     if meta.get("revision", 0) >= REVISION:
         return False
-    return Reason.SPLIT_KEY in meta["rejects"] or not _UNTURNED.isdisjoint(_suffixes(path))
-
-
-def _suffixes(path: Path) -> set[str]:
-    """Suffixes of the media of a part."""
     footer = pq.read_metadata(path)
+    return (
+        not _UNTURNED.isdisjoint(_suffixes(path, footer))
+        or (Reason.SPLIT_KEY in meta["rejects"] and any(key.endswith("/") for key in _texts(path, "key")))
+        or any(f"{SCORE}{bound}_frame" in footer.schema.names for bound in ("start", "end"))
+        or meta["rejects"].get(Reason.BAD_TIMESTAMP) == meta["rows"]
+    )
+
+
+def _suffixes(path: Path, footer: pq.FileMetaData) -> set[str]:
+    """Suffixes of the media of a part."""
     column = SCHEMA.get_field_index("suffix")
     told = [footer.row_group(group).column(column).statistics for group in range(footer.num_row_groups)]
     if all(bounds and bounds.min == bounds.max for bounds in told):  # as of most shards: no rows have to be read
         return {bounds.min for bounds in told}
-    return set(pq.read_table(path, columns=["suffix"]).column("suffix").to_pylist())
+    return _texts(path, "suffix")
+
+
+def _texts(path: Path, column: str) -> set[str]:
+    return set(pq.read_table(path, columns=[column]).column(column).to_pylist())
 
 
 def _size_of(path: Path) -> int:

@@ -4,6 +4,7 @@ Open-Sora-Plan. They differ in the names of two columns, which are known here: n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of the
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
+BOUNDS = ("start_frame", "end_frame")
 EMPTY: tuple[object, ...] = (None, "", [], {})  # what a cell that says nothing holds
 
 
@@ -279,14 +281,15 @@ def _numbered(key: str, seen: dict[str, int]) -> str:
 
 
 def _frame_range(row: dict[str, object]) -> tuple[float, float] | None:
-    """First frame and the one after the last; None for the whole video. Raises BadSample.
+    """First frame and the one after the last, without one of them from the first or to the last; None for the whole
+    video. Raises BadSample.
 
     Open-Sora-Plan's `cut` is [first, end]; with `num_frames` its trainer takes that many frames from the first on.
     """
-    start, end = _number(row.get("start_frame")), _number(row.get("end_frame"))
-    if start is not None and end is not None:
-        return start, end
-    if row.get("cut") in (None, ""):
+    start, end = (None if _is_nan(row.get(name)) else _number(row.get(name)) for name in BOUNDS)
+    if start is not None or end is not None:
+        return 0 if start is None else start, math.inf if end is None else end
+    if row.get("cut") in (None, "") or _is_nan(row["cut"]):
         return None
     bounds = _list_of_numbers(row["cut"])
     if len(bounds) != 2:
@@ -297,7 +300,7 @@ def _frame_range(row: dict[str, object]) -> tuple[float, float] | None:
 
 def _crop(row: dict[str, object], info: MediaInfo) -> CropBox | None:
     """Open-Sora-Plan's `crop`, [start_x, end_x, start_y, end_y]; None for whole frames. Raises BadSample."""
-    if row.get("crop") in (None, "", []):
+    if row.get("crop") in (None, "", []) or _is_nan(row["crop"]):
         return None
     bounds = _list_of_numbers(row["crop"])
     if len(bounds) != 4 or not all(bound.is_integer() for bound in bounds):
@@ -308,6 +311,12 @@ def _crop(row: dict[str, object], info: MediaInfo) -> CropBox | None:
     if not box.fits(width, height):
         raise BadSample(Reason.RANGE_OUTSIDE_VIDEO, f"{box} is empty or not inside the frame of {width}x{height}"[:200])
     return None if box.size == (width, height) else box
+
+
+def _is_nan(value: object) -> bool:
+    """Whether a cell is empty as pandas and polars write it, also into JSON."""
+    number = _number(value)
+    return number is not None and math.isnan(number)
 
 
 def _list_of_numbers(value: object) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -188,6 +189,24 @@ def test_frame_ranges(folder, tmp_path):
     columns = index.columns("num_frames", "start_s", "key")
     assert columns["num_frames"].tolist()[:2] == [4, 5] and columns["start_s"].tolist()[:2] == [0.25, 0.5]
     assert len(set(columns["key"])) == 3 and rejected(ledger) == {"range_outside_video": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "frames", "start_s"),
+    [
+        ({"start_frame": 2}, 7, 0.25),
+        ({"start_frame": 2, "end_frame": ""}, 7, 0.25),
+        ({"start_frame": 2, "end_frame": math.nan}, 7, 0.25),
+        ({"end_frame": 6}, 6, 0.0),
+        ({"start_frame": math.nan, "end_frame": math.nan}, 9, 0.0),
+        ({"start_frame": math.nan, "end_frame": math.nan, "cut": [2, 6]}, 4, 0.25),
+        ({"cut": math.nan, "crop": math.nan}, 9, 0.0),
+    ],
+)
+def test_one_bound_of_a_range_counts_and_an_empty_one_does_not(folder, tmp_path, row, frames, start_s):
+    (folder / "list.json").write_text(json.dumps([{"path": NAMES[0], "cap": "a", **row}]))
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    assert not ledger.rejected and index.row(0).num_frames == frames and index.row(0).start_s == start_s
 
 
 def test_open_sora_plan_cuts(folder, tmp_path):
