@@ -231,7 +231,7 @@ class ReadFile:
             return b""
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # the slow way reads again, with a fresh handle if need be
-                data = os.pread(self._fd, count, offset)
+                data = _pread(self._fd, count, offset)
                 if len(data) == count:
                     self.bytes_read += count
                     return data
@@ -291,13 +291,22 @@ class ReadFile:
             with _as_os_errors(self.uri):
                 data = self._remote.read_at(wanted, offset)
         else:
-            data = os.pread(self._fd, count, offset)
+            data = _pread(self._fd, count, offset)
         if len(data) < count:
             raise _CutShort(f"got {len(data)} of {count} bytes; the file had {self.size} bytes when it was opened")
         self.bytes_read += len(data)
         if self._remote is not None and count < block:
             self._block, self._block_start = data, offset
         return data[:count]
+
+
+def _pread(fd: int, count: int, offset: int) -> bytes:
+    """The bytes [offset, offset + count), fewer only at the end of the file. One call gives 2 GiB at most."""
+    pieces, got = [], 0
+    while got < count and (piece := os.pread(fd, count - got, offset + got)):
+        pieces.append(piece)
+        got += len(piece)
+    return b"".join(pieces)
 
 
 class ByteRange(io.RawIOBase):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,17 @@ ODD_NAMES = ("my clip.mp4", "a#1.mp4", "what?.mp4", "100%.mp4", "50%20.mp4", "ca
 def through_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """file:// goes through PyArrow as s3:// does, not through `os`."""
     monkeypatch.setattr(storage, "is_local", lambda uri: "://" not in uri)
+
+
+@pytest.mark.parametrize("size", [-1, 90])
+def test_a_read_goes_on_where_one_call_gives_less_than_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Linux gives 2 GiB at most."""
+    data, whole = bytes(range(100)), os.pread
+    (tmp_path / "a").write_bytes(data)
+    monkeypatch.setattr(os, "pread", lambda fd, count, offset: whole(fd, min(count, 7), offset))
+    assert read_range(str(tmp_path / "a"), 3, size, retries=0) == (data[3:] if size < 0 else data[3:93])
 
 
 def test_files_of_any_name_are_listed_and_read_through_pyarrow(tmp_path: Path, through_pyarrow: None) -> None:
