@@ -28,7 +28,7 @@ from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
-KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
+KEPT_STEPS = 64  # steps with their samples, beside those planned ahead, and counts of draws before the last steps
 NO_DRAWS: DrawsRecord = {"sources": {}}
 MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
@@ -212,12 +212,16 @@ class Dataset:
 
     def _known(self, state: OrderState) -> Positions:
         """Positions from a state on; the recent ones reach back over what an engine plans ahead of training."""
+        return Positions(self.planner, state, self._num_recent())
+
+    def _num_recent(self) -> int:
+        """Steps that are asked for again: by an engine, which plans two windows of items ahead, then by training."""
         engine, items = self.config.engine, min(stage.items_per_step for stage in self.planner.stages)
-        return Positions(self.planner, state, min(KEPT_STEPS + 2 * engine.window * engine.feeders // items, MOST_AHEAD))
+        return min(KEPT_STEPS + 2 * engine.window * engine.feeders // items, MOST_AHEAD)
 
     def _keep_step(self, step: StepOfItems) -> None:
         self._steps[step.index] = step
-        while len(self._steps) > KEPT_STEPS:
+        while len(self._steps) > self._num_recent():
             self._steps.popitem(last=False)
 
     def _item(self, name: str, micro: BatchDraw, crop: bool) -> DataItem:

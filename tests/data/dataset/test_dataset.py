@@ -50,6 +50,13 @@ def test_a_step_is_the_same_whoever_asks_and_in_whatever_order(clips: Path) -> N
     assert forwards.step(3) == expected[3]
 
 
+def test_a_step_that_was_planned_ahead_is_not_made_again_when_it_is_trained(clips: Path) -> None:
+    """An engine plans two windows ahead, of which one has 256 items."""
+    data = dataset(clips, items_per_step=2)
+    planned = [data.step(index) for index in range(256)]
+    assert all(data.step(index) is step for index, step in enumerate(planned))
+
+
 def test_every_clip_is_in_the_bucket_it_fits_and_items_have_unique_names(clips: Path) -> None:
     data = dataset(clips)
     steps = [data.step(index) for index in range(30)]

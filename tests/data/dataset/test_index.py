@@ -386,13 +386,39 @@ def test_rows_agree_with_columns_and_with_the_bytes(folder, tmp_path):
         index.row(12)
 
 
-def test_many_rows_in_one_shard_cross_row_groups(tmp_path):
+@pytest.fixture
+def footers(monkeypatch) -> list[str]:
+    """Index files whose footers are parsed."""
+    seen = []
+
+    class Counting(pq.ParquetFile):
+        def __init__(self, file) -> None:
+            seen.append(Path(file).name)
+            super().__init__(file)
+
+    monkeypatch.setattr(pq, "ParquetFile", Counting)
+    return seen
+
+
+def test_many_rows_in_one_shard_cross_row_groups(tmp_path, monkeypatch, footers):
     path = tmp_path / "a.tar"
     image = picture(16, 16)
     path.write_bytes(shard([member for i in range(4200) for member in sample(i, mp4=None, png=image, json=None)]))
     index, _ = index_of(path, tmp_path / "cache")
-    for number in (0, 4095, 4096, 4199):
+    monkeypatch.setattr("data.dataset.index.GROUPS_KEPT", 1)
+    footers.clear()
+    for number in (0, 4096, 4095, 4199, 1):
         assert index.row(number).key == f"{number:06d}" and index.caption(number) == f"caption {number}"
+    assert len(footers) == 1, "that of a large part takes ten times as long as a row"
+
+
+def test_files_of_few_parts_stay_open(folder, tmp_path, monkeypatch, footers):
+    index, _ = index_of(folder, tmp_path / "cache")
+    monkeypatch.setattr("data.dataset.index.GROUPS_KEPT", 0)
+    monkeypatch.setattr("data.dataset.index.FILES_KEPT", 2)
+    footers.clear()
+    assert [index.row(number).key for number in (0, 4, 1, 5, 8, 2)] == [f"{i:06d}" for i in (0, 0, 1, 1, 0, 2)]
+    assert [name[:5] for name in footers] == ["00000", "00001", "00002", "00000"]
 
 
 def test_filters(folder, tmp_path):
