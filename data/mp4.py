@@ -54,7 +54,7 @@ def _find_moov(read: Read, size: int, limits: LimitsConfig) -> bytes:
             length, head = struct.unpack_from(">Q", header, 8)[0], 16
         elif length == 0:
             length = size - position
-        if kind not in TOP_LEVEL or length < head:
+        if length < head or not _is_box(kind, position, length, size, moov):
             if position == 0:
                 raise BadSample(Reason.NOT_MP4, f"starts with {header[:8]!r}")
             break  # trailing bytes after whole boxes are harmless
@@ -72,6 +72,12 @@ def _find_moov(read: Read, size: int, limits: LimitsConfig) -> bytes:
     if moov is None:
         raise BadSample(Reason.TRUNCATED_VIDEO, "no moov box")
     return moov
+
+
+def _is_box(kind: bytes, position: int, length: int, size: int, moov: bytes | None) -> bool:
+    """Whether a box begins here, not bytes that follow the last one. Before moov there may be boxes of makers' own."""
+    own = kind.isascii() and kind.decode().isprintable() and position + length <= size
+    return kind in TOP_LEVEL or (own and position > 0 and moov is None)
 
 
 def _boxes(data: bytes, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:

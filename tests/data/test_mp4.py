@@ -79,6 +79,19 @@ def test_box_of_64_bit_size():
     assert probe(wide).num_frames == probe(data).num_frames == 9
 
 
+def test_a_box_of_an_unknown_kind_may_come_before_moov():
+    data = clip()
+    at = data.index(b"moov") - 4
+    for size, kind, found in ((16, b"ainf", True), (16, b"\0\xff\1\2", False), (1 << 30, b"ainf", False)):
+        own = data[:at] + struct.pack(">I4s", size, kind) + bytes(8) + data[at:]
+        if found:
+            assert probe(own).num_frames == probe(data).num_frames == 9
+        else:
+            with pytest.raises(BadSample, match="no moov box"):
+                probe(own)
+    assert probe(data + struct.pack(">I4s", 1 << 30, b"ainf")).num_frames == 9, "what follows moov does no harm"
+
+
 def matrix_of(data: bytes, values: tuple[int, int, int, int]) -> bytes:
     at = data.index(b"tkhd") + 4 + 40
     a, b, c, d = (value * 65536 for value in values)
