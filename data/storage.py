@@ -79,7 +79,7 @@ def absolute(paths: str) -> str:
     """
 
     def located(part: str) -> str:
-        if not is_local(part) and (found := OPTIONS.search(part)):
+        if not is_local(part) and not _is_of_python(part) and (found := OPTIONS.search(part)):
             scheme, _, rest = part.removesuffix(found[0]).partition("://")
             return f"{scheme}://{found[0][1:].replace('/', '%2F')}@{rest}"
         kept = not part or not is_local(part) or part.lstrip().startswith(PIPES) or ABSOLUTE_IN_BRACES.search(part)
@@ -500,6 +500,12 @@ def _glob(pattern: str) -> list[str]:
         return sorted(str(file) for file in found if _fits(file.relative_to(folder).parts, names))
     files = _list_remote(fixed, recursive=len(names) > 1)
     return [file.uri for file in files if _fits(_below(fixed, file), names)]
+
+
+def _is_glob(pattern: str) -> bool:
+    """Whether it has signs. What fsspec is asked for behind a `?` is of the name: https://host/a.tar?download=true."""
+    name = OPTIONS.sub("", pattern) if _is_of_python(pattern) else pattern
+    return any(sign in name for sign in "*?[")
 
 
 def _is_hidden(names: Sequence[str]) -> bool:

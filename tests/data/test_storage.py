@@ -148,6 +148,12 @@ def test_what_follows_the_bucket_is_the_name(uri: str, path: str) -> None:
     assert resolve(uri)[1] == path
 
 
+def test_a_query_of_fsspec_stays_where_it_is_and_is_no_glob(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "fsspec+https://huggingface.co/datasets/a/b/resolve/main/a.tar?download=true"
+    monkeypatch.setattr(storage, "is_folder", lambda uri: False)
+    assert absolute(given) == given and expand(given, (".tar",)) == [given]
+
+
 def test_options_of_pyarrow_stand_behind_the_name() -> None:
     given = absolute("s3://bucket/my clips/a?.tar?region=eu-west-3&endpoint_override=localhost:9000")
     assert storage.name_of(given) == "a?.tar"
