@@ -411,6 +411,7 @@ def is_outdated(path: Path, meta: PartMeta) -> bool:
         not _UNTURNED.isdisjoint(_suffixes(path, footer))
         or (Reason.SPLIT_KEY in meta["rejects"] and any(key.endswith("/") for key in _texts(path, "key")))
         or (Reason.TRUNCATED_VIDEO in meta["rejects"] and "no moov box" in _texts(path, "detail"))
+        or {Reason.SPECIAL_MEMBER, Reason.GARBAGE_HEADER} <= {fault["reason"] for fault in meta["faults"]}
         or any(f"{SCORE}{bound}_frame" in footer.schema.names for bound in ("start", "end"))
         or meta["rejects"].get(Reason.BAD_TIMESTAMP) == meta["rows"]
     )

@@ -58,12 +58,12 @@ def read_members(file: ReadFile) -> Iterator[TarMember | Fault]:
     extended: dict[str, str] = {}  # what headers before a member's own say about it
     try:
         while (header := _header_at(file, position, count)) is not None:
-            content = position + BLOCK
+            content = _content_at(file, position, header)
             if header[156:157] in b"xgLK":
                 size = _extended_size(file, position, header)
                 extended |= _extended(header[156:157], file.pread(content, size))
             else:
-                member = _member(file, position, header, extended)
+                member = _member(file, position, content, header, extended)
                 yield member
                 if member.truncated:
                     lost = content + member.size - file.size
@@ -114,7 +114,17 @@ def _extended_size(file: ReadFile, position: int, header: bytes) -> int:
     return size
 
 
-def _member(file: ReadFile, position: int, header: bytes, extended: dict[str, str]) -> TarMember:
+def _content_at(file: ReadFile, position: int, header: bytes) -> int:
+    """Where the content of a header begins: that of GNU's own sparse files, of more than four pieces, has blocks with
+    the places of the others before it."""
+    content, goes_on = position + BLOCK, header[156:157] == b"S" and header[482]
+    while goes_on and content < file.size:
+        goes_on = any(file.pread(content + 504, 1))
+        content += BLOCK
+    return content
+
+
+def _member(file: ReadFile, position: int, content: int, header: bytes, extended: dict[str, str]) -> TarMember:
     """The member of this header. Raises _Broken for a size that is none."""
     name = extended.get("path") or _name(header)
     told = extended.get("size", _number(header[124:136]))
@@ -127,7 +137,6 @@ def _member(file: ReadFile, position: int, header: bytes, extended: dict[str, st
     kind = _kind(header[156:157], extended, name)
     if kind in (MemberKind.LINK, MemberKind.FOLDER):
         size = 0
-    content = position + BLOCK
     return TarMember(name, kind, position, content, size, truncated=content + size > file.size)
 
 

@@ -67,6 +67,23 @@ def test_a_record_that_is_longer_than_any_number_says_nothing(tmp_path):
     assert (member.name, member.size) == ("a.txt", 1)
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_what_follows_a_sparse_file_of_many_pieces_is_found(tmp_path, blocks):
+    """As `tar -S` writes it: blocks with more places stand between its header and its content."""
+    info = tarfile.TarInfo("holes.mp4")
+    info.type, info.size = tarfile.GNUTYPE_SPARSE, 700
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[482] = blocks > 0
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + sum(header[156:]) + 8 * 32)
+    places = b"".join(bytes(504) + bytes([number < blocks - 1]) + bytes(7) for number in range(blocks))
+    found = members_of(tmp_path, bytes(header) + places + b"x" * 700 + bytes(324) + shard([("a.txt", b"text")]))
+    assert [(member.name, member.kind) for member in found] == [
+        ("holes.mp4", MemberKind.SPECIAL),
+        ("a.txt", MemberKind.FILE),
+    ]
+    assert found[0].offset == 512 * (1 + blocks) and found[0].size == 700
+
+
 def test_end_marker_is_required(tmp_path):
     data = shard([("a.txt", b"x" * 100)])
     assert len(members_of(tmp_path, data)) == 1
