@@ -14,8 +14,10 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import av
@@ -28,7 +30,7 @@ from data.captions import read_caption
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import CropBox, square_width
-from data.storage import ByteRange, ReadFile, kept_open, open_file, read_range
+from data.storage import ByteRange, ReadFile, is_local, kept_open, open_file, read_range
 from data.types import Batch, Clip, DecodeJob
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
 AVI_VERSION = 3  # that of AVI
+READERS = 8  # remote captions that are read at a time
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
@@ -132,6 +135,28 @@ def caption_of(clip: Clip, job: DecodeJob) -> str:
         return read_caption(ref, job.limits)
     except FileNotFoundError as error:
         raise _gone(ref.path, clip) from error
+
+
+def captions_of(job: DecodeJob) -> list[str | None]:
+    """The captions of an item's draws, in order; None of one that cannot be read. Remote ones are read several at a
+    time: each takes some 40 ms, for which a feeder's one thread would wait."""
+    if all(is_local(ref.path) for clip in job.clips for ref in clip.captions):
+        return _captions_in_a_row(job, job.clips)
+    num_each = math.ceil(len(job.clips) / READERS)
+    runs = [job.clips[at : at + num_each] for at in range(0, len(job.clips), num_each)]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(itertools.chain.from_iterable(pool.map(partial(_captions_in_a_row, job), runs)))
+
+
+def _captions_in_a_row(job: DecodeJob, clips: Sequence[Clip]) -> list[str | None]:
+    found: list[str | None] = []
+    with kept_open():
+        for clip in clips:
+            try:
+                found.append(caption_of(clip, job))
+            except BadSample:
+                found.append(None)
+    return found
 
 
 def caption_or_empty(clip: Clip, job: DecodeJob) -> str:

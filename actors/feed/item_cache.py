@@ -13,7 +13,7 @@ from actors.plan.spared import from_cache
 from actors.plan.types import Module
 from data.cache import Cache, EntryKind, frame_keys, latent_keys, text_key
 from data.config import DataConfig
-from data.decode import caption_of, fault_of
+from data.decode import captions_of, fault_of
 from data.ledger import BadSample, Fault
 from data.types import Bucket, DataItem
 from ops.geometry import Geometry
@@ -52,17 +52,13 @@ class ItemCache:
         self._only = from_cache(config.cache)
 
     def names(self, item: DataItem) -> CacheNames:
-        """Reads captions, after which texts are named."""
-        texts: list[str] = []
-        untold: set[int] = set()
-        for index, (clip, frame) in enumerate(zip(item.job.clips, self.frames(item), strict=True)):
-            try:
-                caption = caption_of(clip, item.job)
-            except BadSample:
-                caption = ""
-                untold.add(index)
-            texts.append(self.text(caption, frame))
-        return CacheNames(latents=self.latents(item), texts=tuple(texts), untold=frozenset(untold))
+        """Reads captions, after which texts are named, where texts are kept: else who encodes them reads them alone."""
+        if not self._kept["text"]:
+            return CacheNames(latents=self.latents(item))
+        told = captions_of(item.job)
+        texts = tuple(self.text(caption or "", frame) for caption, frame in zip(told, self.frames(item), strict=True))
+        untold = frozenset(index for index, caption in enumerate(told) if caption is None)
+        return CacheNames(latents=self.latents(item), texts=texts, untold=untold)
 
     def latents(self, item: DataItem) -> tuple[str, ...]:
         """Names of the latents of an item's samples; () where none are kept."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data import storage
 from data.captions import check_lengths, read_caption
 from data.config import LimitsConfig
-from data.decode import caption_or_empty, decode_job
+from data.decode import READERS, caption_or_empty, captions_of, decode_job
 from data.engines.blocks import from_block, to_block
 from data.ledger import BadSample, Ledger, Reason
 from data.tools.lint import lint
 from data.types import Bucket, CaptionRef, Clip, DecodeJob
 from tests.data.making import clip, good, index_of, rejected, sample, shard
 
+CLIP = Clip(key="a", media="a", offset=0, size=1, suffix="mp4", image=False, frames=9, fps=8.0, start_frame=0)
 CUT_EMOJI = b'{"caption": "a cat \\ud83d", "whole": "a cat \\ud83d\\ude00"}'
 
 
@@ -90,3 +93,25 @@ def test_lengths_are_of_utf8_and_half_an_emoji_has_none() -> None:
         with pytest.raises(BadSample) as caught:
             check_lengths([text], limits)
         assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
+def test_captions_of_an_item_are_read_with_one_open_file_for_several_and_stay_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    texts = [f"caption {i}".encode() for i in range(20)]
+    texts[13] = b"\xff" * len(texts[13])
+    (tmp_path / "texts").write_bytes(b"".join(texts))
+    opened: list[str] = []
+    plain = storage._open_remote
+    monkeypatch.setattr(storage, "_open_remote", lambda uri: (opened.append(uri), plain(uri))[1])
+    clips, at = [], 0
+    for i, text in enumerate(texts):
+        ref = CaptionRef(path=f"{scheme}{tmp_path}/texts", offset=at, size=len(text))
+        clips.append(replace(CLIP, key=str(i), captions=(ref,)))
+        at += len(text)
+    job = DecodeJob(
+        item="", bucket=Bucket(1, 8, 8), clips=tuple(clips), fps=0.0, crop=False, limits=LimitsConfig(), decoder=""
+    )
+    assert captions_of(job) == [None if i == 13 else f"caption {i}" for i in range(20)]
+    assert len(opened) == (READERS - 1 if scheme else 0), "20 are 6 times 3 and 2, not one each"

@@ -177,6 +177,17 @@ def test_what_is_decoded_is_what_plans_are_told_while_workers_fill_the_cache(mak
     assert [batch.video.shape[1] for batch in feeder.batches(0).references] == [0, 0]
 
 
+def test_captions_are_not_read_for_a_cache_without_texts(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = config(clips, tmp_path / "cache")
+    feeder = feeder_of(replace(data, cache=replace(data.cache, text=False)), tmp_path)
+    (item, *_) = feeder.dataset.step(0).items
+    monkeypatch.setattr("actors.feed.item_cache.captions_of", lambda job: pytest.fail("who encodes it reads it"))
+    names = cache_of(feeder).names(item)
+    assert len(names.latents) == item.batch and names.texts == ()
+
+
 def test_items_of_other_sizes_are_looked_up_anew(make: Callable[[], Feeder]) -> None:
     """They have the ids of those that were decoded ahead."""
     feeder = make()
