@@ -191,7 +191,7 @@ def _shapes(indexes: Sequence[Index]) -> tuple[list[ClipShape], list[np.ndarray]
     numbers: dict[tuple[int, int, int, float, bool], int] = {}
     codes = []
     for index in indexes:
-        columns = index.columns(*SHAPE)
+        columns = index.columns(*SHAPE, "ok", *index.filtered)  # at once: each read opens the file of every part
         inverse, count = _joint_codes([columns[name] for name in SHAPE])
         first = np.full(count, -1, np.int64)
         first[inverse[::-1]] = np.arange(len(inverse) - 1, -1, -1)

@@ -11,7 +11,7 @@ import logging
 import operator
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -185,14 +185,15 @@ class Index:
 
     def filter_mask(self, rule: str) -> np.ndarray:
         """Rows that satisfy a rule such as `aesthetic_score >= 4.5`. A sample without the score does not."""
-        match = RULE.fullmatch(rule)
-        if match is None:
-            raise DataError(f"filter {rule!r} is not COLUMN OPERATOR NUMBER, for example aesthetic_score >= 4.5.")
-        name = match[1].replace(" ", "_")
-        column = ALIASES.get(name, name)
+        column, compare, bound = _parsed(rule)
         values = self.columns(column)[column]
         with np.errstate(invalid="ignore"):
-            return COMPARE[match[2]](values, float(match[3])) & ~np.isnan(values.astype(np.float64))
+            return compare(values, bound) & ~np.isnan(values.astype(np.float64))
+
+    @property
+    def filtered(self) -> tuple[str, ...]:
+        """Columns that the source's filters compare."""
+        return tuple(_parsed(rule)[0] for rule in self.config.filters)
 
     def row(self, row: int) -> IndexRow:
         """Everything about one row. Sequential access within a shard is fast."""
@@ -379,6 +380,15 @@ class Index:
             field=caption["field"],
             prefix=self.config.caption_prefix,
         )
+
+
+def _parsed(rule: str) -> tuple[str, Callable[[np.ndarray, float], np.ndarray], float]:
+    """Column, comparison and number of a filter. Raises DataError."""
+    match = RULE.fullmatch(rule)
+    if match is None:
+        raise DataError(f"filter {rule!r} is not COLUMN OPERATOR NUMBER, for example aesthetic_score >= 4.5.")
+    name = match[1].replace(" ", "_")
+    return ALIASES.get(name, name), COMPARE[match[2]], float(match[3])
 
 
 def _own_caption(file: Path, caption: StoredCaption, retries: int) -> str:

@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
@@ -37,7 +37,6 @@ from data.readers.part import (
     IndexPart,
     PartMeta,
     PartWriter,
-    is_outdated,
     read_meta,
 )
 from data.readers.registry import reader_of, with_kind
@@ -46,6 +45,7 @@ from ops.counted import counted
 log = logging.getLogger(__name__)
 
 MANY_SHARDS = 64  # worth a hint that processes help
+OPENED_AT_ONCE = 8
 MOST_NAMED = 80  # bytes of a shard's name in that of its file; file systems take 255 in all
 MOST_SAID = 240  # characters of the first fault of a reason
 SUPERSEDED_S = 30 * 86400.0  # since the next state of a part was indexed; runs of before it have ended by then
@@ -76,12 +76,14 @@ def build_index(
     parts = reader.parts()
     states = _states_in(folder)
     listed = cache(listing)
-    files, metas = [], []
-    for part in parts:
+
+    def known(part: IndexPart) -> tuple[Path, PartMeta | None]:
         first = folder / _file_name(part.uri, settings)
-        file, meta = _file_of(part, first, states.get(first.stem, []), listed)
-        files.append(file)
-        metas.append(meta)
+        return _file_of(part, first, states.get(first.stem, []), listed)
+
+    with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:  # a feeder waits for storage, of a hundred thousand files
+        told = list(pool.map(known, parts))
+    files, metas = [file for file, _ in told], [meta for _, meta in told]
     stale = [i for i, meta in enumerate(metas) if meta is None]
     if stale:
         log.info(
@@ -174,7 +176,7 @@ def _file_of(
         meta = read_meta(file)
         if meta is None:
             continue
-        if _fresh(part, meta, listed) and not is_outdated(file, meta):
+        if _fresh(part, meta, listed):
             return file, meta
         taken.add(file)
     names = chain([first], (first.with_name(f"{first.stem}.{number}.parquet") for number in count(1)))
@@ -194,8 +196,9 @@ def _clear_up(states: Sequence[Path]) -> None:
 def _fresh(part: IndexPart, meta: PartMeta, listed: Callable[[str], str]) -> bool:
     """Whether a part and the folders outside of its source are as they were. `listed`: what is in a folder now."""
     now = (part.size, part.mtime_ns, part.fingerprint)
-    then = (meta["size"], meta["mtime_ns"], meta["fingerprint"])
-    return now == then and all(listed(folder) == was for folder, was in meta.get("outside", {}).items())
+    if "revision" not in meta or (meta["size"], meta["mtime_ns"], meta["fingerprint"]) != now:
+        return False
+    return all(listed(folder) == then for folder, then in meta.get("outside", {}).items())
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:

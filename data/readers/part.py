@@ -28,7 +28,7 @@ from data.ledger import BadSample, Fault, FaultRecord, Reason
 from data.media_info import CropBox, MediaInfo
 
 VERSION = 5
-REVISION = 1  # raised with `is_outdated`, where only some parts are read otherwise than before
+REVISION = 1  # of how parts are read where that is another way for some alone, which `_is_outdated` knows
 _DRAWN = 12  # digits of a scratch file's name
 _KILLED_S = 86400.0  # since anything was written into one
 ROWS_PER_GROUP = 4096
@@ -122,7 +122,7 @@ class PartMeta(TypedDict):
     faults: list[FaultRecord]
     unread: NotRequired[list[str]]  # columns or members that no sample of it needs; indexes of before have none
     beside: NotRequired[dict[str, int]]  # bytes of each file beside it, by suffix; indexes of before have none
-    revision: NotRequired[int]  # REVISION when it was read; indexes of before have none
+    revision: NotRequired[int]  # REVISION; none: the part may be another one if it is read now
     outside: NotRequired[dict[str, str]]  # digest of each folder outside of the source in which files of it are
 
 
@@ -389,7 +389,8 @@ def read_meta(path: Path) -> PartMeta | None:
     """Metadata of a finished part, or None if it is absent, torn or of another version. A file beside it that is gone
     or of another size makes it torn."""
     try:
-        meta: PartMeta = json.loads((pq.read_metadata(path).metadata or {}).get(b"heddle", b"{}"))
+        footer = pq.read_metadata(path)
+        meta: PartMeta = json.loads((footer.metadata or {}).get(b"heddle", b"{}"))
     except (FileNotFoundError, pa.ArrowException, ValueError):
         return None
     except OSError as error:
@@ -398,15 +399,14 @@ def read_meta(path: Path) -> PartMeta | None:
         return None  # PyArrow's own, of a footer that is none
     if not isinstance(meta, dict) or meta.get("version") != VERSION or not meta.keys() >= ALWAYS:
         return None
+    if "revision" not in meta and not _is_outdated(path, footer, meta):
+        meta["revision"] = REVISION
     beside = meta.get("beside", {})
     return meta if all(_size_of(path.with_suffix(suffix)) == size for suffix, size in beside.items()) else None
 
 
-def is_outdated(path: Path, meta: PartMeta) -> bool:
-    """Whether a finished part may be another one if it is read now."""
-    if meta.get("revision", 0) >= REVISION:
-        return False
-    footer = pq.read_metadata(path)
+def _is_outdated(path: Path, footer: pq.FileMetaData, meta: PartMeta) -> bool:
+    """Whether a part of before there was a REVISION may be another one if it is read now."""
     return (
         not _UNTURNED.isdisjoint(_suffixes(path, footer))
         or (Reason.SPLIT_KEY in meta["rejects"] and any(key.endswith("/") for key in _texts(path, "key")))

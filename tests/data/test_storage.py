@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from data import storage
-from data.config import SourceConfig
+from data.config import LimitsConfig, SourceConfig
 from data.dataset.index_build import build_index
 from data.errors import DataError, DataIOError
 from data.ledger import Ledger
+from data.readers.registry import reader_of
 from data.storage import absolute, check_there, expand, list_files, read_range, resolve, stat
 from tests.data.making import clip, good, index_of, shard
 
@@ -26,6 +27,24 @@ ODD_NAMES = ("my clip.mp4", "a#1.mp4", "what?.mp4", "100%.mp4", "50%20.mp4", "ca
 def through_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """file:// goes through PyArrow as s3:// does, not through `os`."""
     monkeypatch.setattr(storage, "is_local", lambda uri: "://" not in uri)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "questions"), [("", 1), ("/*.tar", 0), ("/{0..2}.tar", 3)], ids=["folder", "glob", "range"]
+)
+def test_a_remote_shard_is_asked_for_once_and_not_at_all_where_it_was_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_pyarrow: None, pattern: str, questions: int
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.tar").write_bytes(shard(good(1)))
+    asked, plain = [], storage._about
+    monkeypatch.setattr(storage, "_about", lambda uri, retries=4: (asked.append(uri), plain(uri, retries))[1])
+    source = SourceConfig(path=f"file://{tmp_path}{pattern}", kind="webdataset")
+    parts = reader_of(source, LimitsConfig()).parts()
+    assert [(part.uri, part.size) for part in parts] == [
+        (f"file://{tmp_path}/{number}.tar", (tmp_path / f"{number}.tar").stat().st_size) for number in range(3)
+    ]
+    assert len(asked) == questions
 
 
 @pytest.mark.parametrize("size", [-1, 90])

@@ -26,7 +26,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.readers.tar import MemberKind, TarMember, read_members
-from data.storage import ReadFile, expand, name_of, stat
+from data.storage import ReadFile, located, name_of, stat
 
 KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 META = re.compile(r"__[^/]*__($|/)")
@@ -60,8 +60,8 @@ class WebDatasetReader:
 
     def parts(self) -> list[IndexPart]:
         found = []
-        for uri in expand(self.config.path, (".tar",)):
-            info = stat(uri, self.limits.retries)
+        for uri, listed in located(self.config.path, (".tar",)).items():
+            info = listed or stat(uri, self.limits.retries)
             if info is None:
                 range_of = "" if uri == self.config.path else f" Check the range in {self.config.path}."
                 raise DataError(f"{uri} does not exist: neither a shard nor a folder of them.{range_of}")

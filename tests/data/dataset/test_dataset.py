@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +56,21 @@ def test_a_step_that_was_planned_ahead_is_not_made_again_when_it_is_trained(clip
     data = dataset(clips, items_per_step=2)
     planned = [data.step(index) for index in range(256)]
     assert all(data.step(index) is step for index, step in enumerate(planned))
+
+
+def test_all_columns_of_a_part_are_read_at_once(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Counter[Path] = Counter()
+
+    class Counting(pq.ParquetFile):
+        def __init__(self, file: Path) -> None:
+            opened[file] += 1
+            super().__init__(file)
+
+    monkeypatch.setattr(pq, "ParquetFile", Counting)
+    (source,) = config(clips).sources
+    data = dataset(clips, sources=(replace(source, filters=("aesthetic_score >= 4", "num_frames >= 2")),))
+    for part in data.indexes[0].parts:
+        assert opened[part.file] == 1 + bool(part.meta["rejects"]), "and once for the faults, where there are any"
 
 
 def test_every_clip_is_in_the_bucket_it_fits_and_items_have_unique_names(clips: Path) -> None:
