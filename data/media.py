@@ -147,8 +147,8 @@ def _probe_with_av(file: ReadFile, offset: int, size: int, limits: LimitsConfig)
 
 
 def _rotation_in(packet: av.Packet) -> int | None:
-    """Degrees clockwise to turn frames, from the first one: PyAV tells them of frames alone. None where none comes out.
-    What cannot be decoded is told when it is drawn, as of clips that are never decoded here."""
+    """Degrees clockwise to turn frames, by the first one: PyAV says it of frames alone. None where none comes out.
+    Clips that cannot be decoded are found when they are drawn, as those are of which nothing is decoded here."""
     with contextlib.suppress(av.error.FFmpegError):
         for frame in packet.decode():
             matrix = frame.side_data.get("DISPLAYMATRIX")

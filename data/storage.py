@@ -523,7 +523,7 @@ def _glob(pattern: str) -> dict[str, FileStat | None]:
 
 
 def _is_glob(pattern: str) -> bool:
-    """Whether it has signs. What fsspec is asked for behind a `?` is of the name: https://host/a.tar?download=true."""
+    """Whether it has signs. The query of an address of fsspec is of its name: https://host/a.tar?download=true."""
     name = OPTIONS.sub("", pattern) if _is_of_python(pattern) else pattern
     return any(sign in name for sign in "*?[")
 

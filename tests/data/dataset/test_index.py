@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.config import SourceConfig
+from data.dataset.index import FILES_KEPT
 from data.dataset.index_build import build_index, index_folder
 from data.errors import DataError
 from data.ledger import Ledger
@@ -101,18 +102,18 @@ def test_files_outside_of_a_tables_folder_are_looked_at_again(tmp_path, opened, 
     assert not [name for name in opened if name.endswith(".mp4")]
 
 
-@pytest.mark.parametrize("setting", ["MOST_OUTSIDE", "FEW_OF"])
-def test_folders_that_take_too_long_to_list_are_named_and_left_out(tmp_path, monkeypatch, caplog, setting):
+@pytest.mark.parametrize("what", ["many folders", "many files"])
+def test_folders_that_take_too_long_to_list_are_named_and_left_out(tmp_path, caplog, what):
     (tmp_path / "set").mkdir()
-    for folder in ("b", "c"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.mp4").write_bytes(clip())
-    (tmp_path / "set" / "list.csv").write_text("path,caption\n../b/a.mp4,one\n../c/a.mp4,two\n")
-    monkeypatch.setattr(catalogue, setting, 0)
-    monkeypatch.setattr(catalogue, "FEW_FILES", 0)
+    (tmp_path / "v0").mkdir()
+    many = what == "many folders"
+    for number in range(0 if many else catalogue.FEW_FILES + catalogue.FEW_OF + 1):
+        (tmp_path / "v0" / f"{number}.mp4").touch()
+    rows = [f"../v{number}/a.mp4,one\n" for number in range(catalogue.MOST_OUTSIDE + 1 if many else 1)]
+    (tmp_path / "set" / "list.csv").write_text("path,caption\n" + "".join(rows))
     index, _ = index_of(tmp_path / "set" / "list.csv", tmp_path / "cache", kind="manifest")
-    assert index.num_ok == 2 and index.parts[0].meta["outside"] == {}
-    assert f"files in {'2 folders, such as ' if setting == 'MOST_OUTSIDE' else ''}{tmp_path}/set/../b" in caplog.text
+    assert index.missing == len(rows) and index.parts[0].meta["outside"] == {}
+    assert f"files in {'1025 folders, such as ' if many else ''}{tmp_path}/set/../v0" in caplog.text
 
 
 def test_what_a_part_was_before_goes_a_month_after_it_changed(tmp_path):
@@ -400,25 +401,28 @@ def footers(monkeypatch) -> list[str]:
     return seen
 
 
-def test_many_rows_in_one_shard_cross_row_groups(tmp_path, monkeypatch, footers):
+def test_many_rows_in_one_shard_cross_row_groups(tmp_path, footers):
     path = tmp_path / "a.tar"
     image = picture(16, 16)
     path.write_bytes(shard([member for i in range(4200) for member in sample(i, mp4=None, png=image, json=None)]))
     index, _ = index_of(path, tmp_path / "cache")
-    monkeypatch.setattr("data.dataset.index.GROUPS_KEPT", 1)
     footers.clear()
     for number in (0, 4096, 4095, 4199, 1):
+        index._groups.clear()  # as after rows of 64 others
         assert index.row(number).key == f"{number:06d}" and index.caption(number) == f"caption {number}"
     assert len(footers) == 1, "that of a large part takes ten times as long as a row"
 
 
-def test_files_of_few_parts_stay_open(folder, tmp_path, monkeypatch, footers):
-    index, _ = index_of(folder, tmp_path / "cache")
-    monkeypatch.setattr("data.dataset.index.GROUPS_KEPT", 0)
-    monkeypatch.setattr("data.dataset.index.FILES_KEPT", 2)
+def test_files_of_few_parts_stay_open(tmp_path, footers):
+    (tmp_path / "shards").mkdir()
+    for number in range(FILES_KEPT + 1):
+        (tmp_path / "shards" / f"{number:05d}.tar").write_bytes(shard(good(2)))
+    index, _ = index_of(tmp_path / "shards", tmp_path / "cache")
     footers.clear()
-    assert [index.row(number).key for number in (0, 4, 1, 5, 8, 2)] == [f"{i:06d}" for i in (0, 0, 1, 1, 0, 2)]
-    assert [name[:5] for name in footers] == ["00000", "00001", "00002", "00000"]
+    for number in (*range(FILES_KEPT), *range(FILES_KEPT), FILES_KEPT, 1, 0):
+        index._groups.clear()
+        assert index.row(2 * number + 1).key == "000001"
+    assert [int(name[:5]) for name in footers] == [*range(FILES_KEPT + 1), 0]
 
 
 def test_filters(folder, tmp_path):
