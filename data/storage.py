@@ -425,12 +425,6 @@ def check_there(path: str) -> None:
             raise DataError(f"{pattern}: there is no {place} on this machine. Check the source's path.")
 
 
-def _is_glob(pattern: str) -> bool:
-    """Whether it stands for other names. A local path that is there as it is written does not, as `pairs [v2]/`."""
-    written = is_local(pattern) and os.path.exists(local_path(pattern))
-    return not written and any(sign in pattern for sign in "*?[")
-
-
 def join(folder: str, name: str) -> str:
     """`name` inside `folder`, unless it is a path of its own."""
     if "://" in name or name.startswith("/") or not folder:
@@ -523,7 +517,10 @@ def _glob(pattern: str) -> dict[str, FileStat | None]:
 
 
 def _is_glob(pattern: str) -> bool:
-    """Whether it has signs. The query of an address of fsspec is of its name: https://host/a.tar?download=true."""
+    """Whether it stands for other names. A local path that is there as it is written does not, as `pairs [v2]/`, and
+    the query of an address of fsspec is of its name: https://host/a.tar?download=true."""
+    if is_local(pattern) and os.path.exists(local_path(pattern)):
+        return False
     name = OPTIONS.sub("", pattern) if _is_of_python(pattern) else pattern
     return any(sign in name for sign in "*?[")
 

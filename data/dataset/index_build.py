@@ -37,6 +37,7 @@ from data.readers.part import (
     IndexPart,
     PartMeta,
     PartWriter,
+    clear_up,
     read_meta,
 )
 from data.readers.registry import reader_of, with_kind
@@ -99,8 +100,9 @@ def build_index(
             for done, _ in enumerate(_build_parts(jobs, workers), 1):
                 if progress:
                     progress(done, len(jobs))
+            clear_up(folder)
             for i in stale:
-                _clear_up([*states.get(_first_name(files[i]), []), files[i]])
+                _drop_superseded([*states.get(_first_name(files[i]), []), files[i]])
         except OSError as error:
             raise DataIOError(
                 f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
@@ -183,7 +185,7 @@ def _file_of(
     return next(file for file in names if file not in taken), None
 
 
-def _clear_up(states: Sequence[Path]) -> None:
+def _drop_superseded(states: Sequence[Path]) -> None:
     """Remove files that say how a part was before, a month after another one was written."""
     with suppress(OSError):  # others may remove them at the same time, and what stays does no harm
         files = sorted((file.stat().st_mtime, file) for file in {*states})

@@ -7,7 +7,6 @@ keys of rows whose file does not exist. Of 36 million rows usually few have a fi
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import time
@@ -300,7 +299,6 @@ class PartWriter:
             with self._scratch(suffix).open("rb") as written:
                 os.fsync(written.fileno())
             os.replace(self._scratch(suffix), self.path.with_suffix(suffix))
-        self._clear_up()
 
     def abandon(self) -> None:
         """Remove all files after an error."""
@@ -310,13 +308,6 @@ class PartWriter:
                     file.close()
         for suffix in (*self._beside, ".parquet"):
             self._scratch(suffix).unlink(missing_ok=True)
-
-    def _clear_up(self) -> None:
-        """Remove what writers of this part have left that were killed: those that live write all the time."""
-        for left in self.path.parent.glob(f".{glob.escape(self.path.stem)}.{'[0-9a-f]' * _DRAWN}.*"):
-            with suppress(OSError):  # another writer removes them too, and what stays does no harm
-                if time.time() - left.stat().st_mtime > _KILLED_S:
-                    left.unlink()
 
     def _open(self, suffix: str) -> BinaryIO:
         """The file of this suffix beside the part, which begins to be with the first call."""
@@ -403,6 +394,14 @@ def read_meta(path: Path) -> PartMeta | None:
         meta["revision"] = REVISION
     beside = meta.get("beside", {})
     return meta if all(_size_of(path.with_suffix(suffix)) == size for suffix, size in beside.items()) else None
+
+
+def clear_up(folder: Path) -> None:
+    """Remove what writers of parts in this folder have left that were killed: those that live write all the time."""
+    for left in folder.glob(f".*.{'[0-9a-f]' * _DRAWN}.*"):
+        with suppress(OSError):  # another process removes them too, and what stays does no harm
+            if time.time() - left.stat().st_mtime > _KILLED_S:
+                left.unlink()
 
 
 def _is_outdated(path: Path, footer: pq.FileMetaData, meta: PartMeta) -> bool:

@@ -319,14 +319,15 @@ def test_two_writers_of_one_part_do_not_write_into_one_file(tmp_path):
 
 
 def test_what_a_killed_writer_has_left_goes_a_day_later(tmp_path):
-    path = tmp_path / "a[1].parquet"  # as a shard may be called
-    killed, alive = (part.PartWriter(path, part.IndexPart("a", 1, 1), []) for _ in range(2))
-    for writer in (killed, alive):
-        writer.put_media(b"a clip")
+    folder = tmp_path / "index"
+    folder.mkdir()
+    killed, alive = (part.PartWriter(folder / "a[1].parquet", part.IndexPart("a", 1, 1), []) for _ in range(2))
     for writer, age_s in ((killed, 90_000), (alive, 3_600)):
+        writer.put_media(b"a clip")
         os.utime(writer._scratch(".media"), (time.time() - age_s,) * 2)
-    part.PartWriter(path, part.IndexPart("a", 1, 1), []).close()
-    assert sorted(file.name for file in tmp_path.iterdir()) == [alive._scratch(".media").name, "a[1].parquet"]
+    (tmp_path / "0.tar").write_bytes(shard(good(1)))
+    index_of(tmp_path / "0.tar", tmp_path, index=str(folder))
+    assert alive._scratch(".media").exists() and not killed._scratch(".media").exists()
 
 
 @pytest.mark.parametrize("name", ["\u5b57".encode() * 80, "\u00e9".encode() * 110, b"caf\xe9", b"x" * 251])
