@@ -1,4 +1,4 @@
-"""In how many bits a GPU multiplies fp32 numbers: TF32 for a process, and never for what is called precise.
+"""In how many bits fp32 numbers are multiplied: autocast's, TF32 on a GPU, and neither for what is called precise.
 
 TF32 rounds the numbers that are multiplied to 10 bits after the point, and adds the products in fp32; a GPU does that
 eight times as fast (NVIDIA A100 whitepaper, 2020). On a CPU nothing here has an effect.
@@ -20,6 +20,12 @@ def allow_tf32(allowed: bool) -> None:
     """Whether products of fp32 matrices and convolutions of fp32 clips may be in TF32, in this process from now on."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+def half_products(device: torch.device, enabled: bool = True) -> torch.autocast:
+    """Autocast: products in bfloat16. Without its memory of what it has cast, which would hold a bf16 copy of every
+    trained fp32 weight to the end of a forward, where next to none is cast twice; all threads of a process share it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 @contextmanager

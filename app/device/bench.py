@@ -305,6 +305,7 @@ class Bench:
         from ops.models.experts import keep_attention, transformers
         from ops.packed.conditions import Conditions
         from ops.packed.packing import Layout, Sequence
+        from ops.precision import half_products
 
         dit = transformers(self.dit)[0]  # a pass is of one of two experts, which are alike
         bucket, patch, group = shape.bucket, self.geometry.patch, self.group
@@ -330,7 +331,7 @@ class Bench:
         if self.model.text.pooled:
             pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)
         told = Conditions(image=image, pooled=pooled)
-        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
+        cast = half_products(self.device, self.config.train.autocast == "bfloat16")
         gather, watch = self._gathering(shape, grid), stopwatch_of(self.device)
 
         def work() -> None:

@@ -102,7 +102,7 @@ class SavedModel:
         other = _other_expert(trained, self.other, self.ema, dtype, target, self.loras)
         high, low = by_noise(trained, self.transformer(config, target), other)
         for module in (high, *([low.dit] if low else [])):
-            module.eval().requires_grad_(False)  # or autocast keeps copies of what it casts
+            module.eval().requires_grad_(False)
         return Model(
             dit=high,
             low=low,

@@ -29,6 +29,7 @@ from ops.packed.packing import Layout
 from ops.packed.packing import Sequence as PackedSequence
 from ops.packed.patches import patchify, unpatchify
 from ops.packed.uploads import brought, upload, upload_numbers
+from ops.precision import half_products
 
 _STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size
 
@@ -257,10 +258,9 @@ class Guidance:
         return base + scale * (velocity - base)
 
     def _forward(self, dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
-        # Around each forward alone. What autocast has cast of weights is kept for the whole process, all its threads,
-        # and beside a run these are other weights than those that train when `progress` returns to them; and a
-        # spatial-temporal transformer chooses its slices by its mode, alike on all ranks of a bag.
-        with evaluating(dit), torch.autocast(x.device.type, torch.bfloat16) if self.autocast else nullcontext():
+        # Around each forward alone: beside a run it trains when `progress` returns, and a spatial-temporal transformer
+        # chooses its slices by its mode, alike on all ranks of a bag.
+        with evaluating(dit), half_products(x.device) if self.autocast else nullcontext():
             tokens = x if prompts.told is None else torch.cat([x, prompts.told], dim=1)
             velocity: Tensor = dit(tokens, timesteps, prompts.text, prompts.layout, self.group, prompts.conditions)
             return velocity.to(x.dtype)

@@ -18,6 +18,7 @@ from ops.flow.objective import Objective
 from ops.packed.conditions import NOTHING, Conditions
 from ops.packed.packing import Layout
 from ops.packed.uploads import upload_numbers
+from ops.precision import half_products
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +183,7 @@ def _predict(
     """[n, C] of the settings' dtype."""
     if drawn.first_times is not None:
         conditions = replace(conditions, first_times=drawn.first_times)
-    with torch.autocast(layout.device.type, torch.bfloat16, enabled=settings.autocast):
+    with half_products(layout.device, settings.autocast):
         text = torch.cat([clip.text for clip in clips])
         predicted: Tensor = dit(drawn.tokens, drawn.times, text, layout, group, conditions)
     return predicted.to(settings.dtype)

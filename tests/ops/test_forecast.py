@@ -221,6 +221,19 @@ def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
     assert fetched == pytest.approx(peak, rel=0.01) and less < held
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+def test_autocast_keeps_no_copy_of_a_block_that_has_run(fetched: bool) -> None:
+    """A pass with checkpointing casts each weight in fp32 once in the forward, and once more in the backward."""
+    wide = replace(WAN, num_heads=16, head_dim=64, ffn_dim=4096, gradient_checkpointing=True)
+    block = next(iter(blocks_in(dit_skeleton(wide))))
+    clips, cast_bytes = [Sequence((1, 2, 2), 5)], 2 * sum(p.numel() for p in block.parameters())
+    few, more = (
+        pass_bytes(replace(wide, num_layers=layers), clips, 1, Precision(autocast=True), fetched)[0]
+        for layers in (2, 6)
+    )
+    assert more - few < 0.1 * cast_bytes
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"frozen_dtype": "float8"}, {"expert": "both"}))],
