@@ -319,7 +319,8 @@ def ddim_steps(count: int, diffusion: Diffusion) -> list[DiffusionStep]:
     if not 1 <= count <= TIMES:
         raise ValueError(f"{count} sampling steps; 1 to {TIMES} can be taken.")
     shares, steps = signal_shares(diffusion), []
-    for time in (np.round(np.arange(TIMES, 0, -TIMES / count)).astype(int) - 1).tolist():
+    # of 61 steps and others rounding leaves one more, just above 0, which would be at the time -1
+    for time in (np.round(np.arange(TIMES, 0, -TIMES / count)[:count]).astype(int) - 1).tolist():
         now, after = shares[time], shares[time - TIMES // count] if time >= TIMES // count else 1.0
         if diffusion.predicts == "noise":
             keep = math.sqrt(after / now)  # of the estimate of the clean sample, (x - b prediction) / a

@@ -88,7 +88,8 @@ class ScheduledClip:
         self._draws_noise = scheduler.name == _DRAWS_NOISE
         self._numbers = torch.Generator().manual_seed(seed)
         self._clean: Tensor | None = None  # what the step before took for the clean clip
-        self.times = [float(time) for time in self._theirs.timesteps]
+        # with "trailing" spacing, 61 steps and others have one more, by rounding, at the time -1: back to noise
+        self.times = [float(time) for time in self._theirs.timesteps[:steps]]
 
     def step(self, index: int, latent: Tensor, prediction: Tensor) -> Tensor:
         """The latent [C, t, h, w] after step `index`, of what the transformer predicted at `times[index]`. Steps are

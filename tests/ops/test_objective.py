@@ -162,6 +162,13 @@ def test_ddim_takes_the_steps_of_diffusers(count: int) -> None:
         ddim_steps(1001, Diffusion())
 
 
+def test_ddim_takes_as_many_steps_as_it_is_told_at_falling_times() -> None:
+    """Diffusers makes 62 of 61 steps, the last at the time -1, by which the clip is noise again; so of others."""
+    for count in range(1, 1001):
+        times = [step.time for step in ddim_steps(count, Diffusion())]
+        assert len(times) == count and times == sorted(set(times), reverse=True) and times[-1] >= 0
+
+
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_predicted_noise_is_mixed_and_taken_away_as_diffusers_does(count: int) -> None:
     diffusion = Diffusion(predicts="noise")
