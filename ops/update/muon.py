@@ -57,10 +57,12 @@ class Matrix:
 
 
 def matrices_of(module: nn.Module, layout: Sequence[Slot]) -> list[Matrix]:
-    """What Muon trains: the weights of linear layers in the blocks of a transformer, LoRA's factors too. All else, as
-    embeddings, the last layer, norms and biases, is AdamW's. Raises ValueError for a module without any."""
+    """What Muon trains: the weights of linear layers in the blocks of a transformer, or of each of a module's, LoRA's
+    factors too. All else, as embeddings, the last layer, norms and biases, is AdamW's. Raises ValueError for a module
+    without any."""
     trained = dict(module.named_parameters())
-    linear = {id(m.weight) for block in blocks_in(module) for m in block.modules() if isinstance(m, nn.Linear)}
+    blocks = [block for one in (module, *module.children()) for block in blocks_in(one)]
+    linear = {id(m.weight) for block in blocks for m in block.modules() if isinstance(m, nn.Linear)}
     found = [
         Matrix(lo=slot.lo, hi=slot.hi, rows=slot.shape[0], columns=slot.shape[1])
         for slot in layout

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
-from actors.config import PlannerConfig
+from actors.config import PlannerConfig, TrainConfig
 from actors.feed.experts import ExpertDraw
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
@@ -35,8 +36,8 @@ BOTH = replace(MODEL, dit=replace(MODEL.dit, num_layers=1, expert="both", bounda
 DRAW = ExpertDraw(flow=FlowConfig(), seed=3, geometry=Geometry(), sigmas=((0.7, 1.0), (0.0, 0.7)))
 
 
-def hosts_of(world: int, shards: Sequence[ShardState] | None = None) -> list[Host]:
-    return make_hosts(world, torch.float64, train_config(), config=BOTH, shards=shards)
+def hosts_of(world: int, train: TrainConfig | None = None, shards: Sequence[ShardState] | None = None) -> list[Host]:
+    return make_hosts(world, torch.float64, train or train_config(), config=BOTH, shards=shards)
 
 
 def items_at(step: int, experts: Sequence[int] = (0, 1, 1)) -> list[Item]:
@@ -95,8 +96,10 @@ def test_any_plan_trains_both_as_one_worker_does(world: int) -> None:
     assert_same(expected, state_of(hosts))
 
 
-def test_a_step_without_a_good_sample_of_an_expert_leaves_it_bit_for_bit() -> None:
-    hosts = hosts_of(2)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_without_a_good_sample_of_an_expert_leaves_it_bit_for_bit(kind: Literal["adamw", "muon"]) -> None:
+    train = train_config()
+    hosts = hosts_of(2, replace(train, optimizer=replace(train.optimizer, kind=kind)))
     items = items_at(0, (0, 1))
     run_step(hosts, items, plan_of(items, 2, 0), 0)
     before, half = state_of(hosts), middle(hosts[0])
@@ -142,7 +145,7 @@ def test_a_checkpoint_continues_on_another_number_of_workers(tmp_path: Path) -> 
     parameters = checkpoint_files.parameters_meta(first[0].executor.sync.layout)
     assert parameters == checkpoint_files.trained_parameters(resolve(BOTH)[0])
     checkpoint_files.seal(folder, {"step": 1, "parameters": parameters})
-    second = hosts_of(2, checkpoint_files.load(folder)[1])
+    second = hosts_of(2, shards=checkpoint_files.load(folder)[1])
     for step, experts in enumerate(steps[2:], 2):
         items = items_at(step, experts)
         run_step(second, items, plan_of(items, 2, step), step)

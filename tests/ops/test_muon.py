@@ -260,6 +260,17 @@ def test_of_lora_both_factors_are_matrices() -> None:
     assert [(matrix.lo, matrix.hi) for matrix in matrices_of(model, layout)] == [(slot.lo, slot.hi) for slot in layout]
 
 
+def test_of_two_experts_both_have_their_matrices() -> None:
+    config = replace(VARIANTS["wan"], expert="both", boundary=0.7)
+    los = {}
+    for name, one in (("pair", config), ("alone", config.experts[0])):
+        model = dit_skeleton(one)
+        layout = slots(trainable(model))
+        names = {slot.lo: slot.name for slot in layout}
+        los[name] = [names[matrix.lo] for matrix in matrices_of(model, layout)]
+    assert los["pair"] == [f"{expert}.{name}" for expert in ("high", "low") for name in los["alone"]]
+
+
 def test_without_a_matrix_in_blocks_it_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none is trained here\. Set it to adamw"):
         FlatSync(nn.Linear(3, 3), MUON, TOTAL_STEPS)
