@@ -314,6 +314,11 @@ class Group:
         finally:
             self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
 
+    def forget_numbers(self) -> None:
+        """When all members have got the last ones: they go from the store."""
+        if self._hosts is not None:
+            self._hosts.forget()
+
     def _wait_for_hosts(self, hosts: HostExchange, where: str, begin: float) -> None:
         pause, longest = _LOOK_S
         while not hosts.have_come():

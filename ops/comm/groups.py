@@ -179,6 +179,7 @@ class Groups:
             self._groups.pop(members, None)  # another thread may have closed them all
             self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
+        group.forget_numbers()
         group.close()
 
     def meet(self, doing: str, patience: Patience) -> None:
@@ -343,8 +344,8 @@ class Groups:
     def _world_name(self) -> str:
         return f"heddle/{self.generation}/world"
 
-    def _name(self, members: tuple[int, ...]) -> str:
-        life = self._lives.get(members, 0)
+    def _name(self, members: tuple[int, ...], lives_ago: int = 0) -> str:
+        life = self._lives.get(members, 0) - lives_ago
         return f"heddle/{self.generation}/{'-'.join(map(str, members))}" + (f"/{life}" if life else "")
 
     def _create(self, members: tuple[int, ...], name: str) -> _Creation:
@@ -366,11 +367,14 @@ class Groups:
         timeout = timedelta(seconds=self._patience.limit_s + self._grace_s)  # to connect, not for collectives
         rank = members.index(self.rank)
         try:
-            store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
+            shared: dist.Store = self._store.clone()  # type: ignore[attr-defined]
+            store = dist.PrefixStore(name, shared)
             if not self._meet(store, "here", rank, len(members), self._patience):
                 return
-            creation.connecting = True
             of_all = name == self._world_name
+            if not of_all and members in self._lives:
+                self._forget_last_life(shared, members)
+            creation.connecting = True
             creation.process_group = self._backend_of(store, rank, len(members), timeout, of_all)
             if self._closed:  # `close` has looked already
                 creation.process_group = None
@@ -378,6 +382,13 @@ class Groups:
             creation.error = error
         finally:
             creation.done.set()
+
+    def _forget_last_life(self, shared: dist.Store, members: tuple[int, ...]) -> None:
+        """All members are in the next one: nothing of the last one stays in the store, which would grow with each."""
+        store, rank = dist.PrefixStore(self._name(members, lives_ago=1), shared), members.index(self.rank)
+        of_backend = f"0/{rank}" if self._backend == "gloo" else "0"  # where Gloo meets this member; NCCL's id, of all
+        for key in (f"here/{rank}", f"left/{rank}", of_backend):
+            store.delete_key(key)
 
     def _backend_of(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, of_all: bool

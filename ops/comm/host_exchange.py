@@ -45,5 +45,10 @@ class HostExchange:
             self._store.delete_key(self._key(self._rank, self._turn - 1))
         return rows
 
+    def forget(self) -> None:
+        """When all members have taken the last one: nothing of this member stays in the store."""
+        if self._turn:
+            self._store.delete_key(self._key(self._rank))
+
     def _key(self, rank: int, turn: int = 0) -> str:
         return f"numbers/{turn or self._turn}/{rank}"

@@ -1028,6 +1028,23 @@ def test_a_bag_that_was_left_is_connected_anew_and_the_others_stay() -> None:
     assert found[0] == found[1] == [111.0, 11.0] * 3 + [333.0] and found[2] == [111.0] * 3 + [333.0]
 
 
+def test_a_bag_that_is_left_again_and_again_leaves_no_more_in_the_store() -> None:
+    store, counts = dist.HashStore(), []
+
+    def work(rank: int, groups: Groups) -> None:
+        for _ in range(6):
+            group = groups.get((0, 2, 1))
+            group.exchange_numbers([rank])
+            group.barrier()
+            if rank == 0:
+                counts.append(store.num_keys())
+            group.barrier()
+            groups.leave((0, 2, 1))
+
+    run_ranks(3, work, store=store)
+    assert counts[1:] == counts[:1] * 5
+
+
 def test_a_sum_that_was_left_half_done_gives_its_tensors_back_when_all_members_have_left() -> None:
     """It holds two tensors as large as the gradient, which the next generation would lack."""
     length, left = 4242, threading.Event()
