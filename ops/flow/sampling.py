@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,8 +46,8 @@ class SamplerConfig:
     token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
     autocast: bool = False  # bfloat16 products, as in training
-    # As schedulers that know the times of a training alone: sigmas begin one of its steps below 1, and times are whole
-    # numbers
+    # As schedulers that know the times of a training alone: evenly spaced sigmas begin one of its steps below 1, and
+    # times are whole numbers
     whole_times: bool = False
     spacing: Spacing = "even"
     scheduler: Scheduler | None = None  # by whose steps a clip is made; None: by Euler's, or DDIM's
@@ -355,18 +356,21 @@ def steps_of(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) ->
         return [
             (time, 1.0, after - sigma) for time, (sigma, after) in zip(config.timesteps, pairwise(sigmas), strict=True)
         ]
-    first = 1 - 1 / config.num_train_timesteps if config.whole_times else 1.0
     flow_shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
-    sigmas = sigma_schedule(config.steps, flow_shift, first, config.spacing, config.num_train_timesteps)
-    times = [sigma * config.num_train_timesteps for sigma in sigmas]
+    trained = config.num_train_timesteps
+    if config.whole_times:
+        # of these numbers, as those schedulers have them: by others rounding leaves some times one below theirs
+        clean = np.linspace(1, 1 / trained, config.steps + 1)[::-1].tolist()
+        sigmas = [shift(1 - share, flow_shift) for share in clean]
+    else:
+        sigmas = sigma_schedule(config.steps, flow_shift, config.spacing, trained)
+    times = [sigma * trained for sigma in sigmas]
     times = [math.floor(time) for time in times] if config.whole_times else times
     return [(time, 1.0, after - sigma) for time, (sigma, after) in zip(times, pairwise(sigmas))]
 
 
-def sigma_schedule(
-    steps: int, flow_shift: float, first: float = 1.0, spacing: Spacing = "even", times: int = 1000
-) -> list[float]:
-    """steps + 1 sigmas from `first` down to 0 for Euler sampling, spaced as named and then shifted like in training,
+def sigma_schedule(steps: int, flow_shift: float, spacing: Spacing = "even", times: int = 1000) -> list[float]:
+    """steps + 1 sigmas from 1 down to 0 for Euler sampling, spaced as named and then shifted like in training,
     which had this number of `times`."""
     if steps < 1:
         raise ValueError(f"{steps} sampling steps; at least 1 is needed.")
@@ -374,7 +378,7 @@ def sigma_schedule(
         done = _to_least(steps, shift(1 / times, flow_shift))
     else:
         done = [index / steps for index in range(steps + 1)] if spacing == "even" else _linear_then_quadratic(steps)
-    return [shift(first * (1 - share), flow_shift) for share in done]
+    return [shift(1 - share, flow_shift) for share in done]
 
 
 def _to_least(steps: int, least: float) -> list[float]:

@@ -11,8 +11,10 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from ops.comm.collectives import Group
-from ops.flow.sampling import initial_noise
+from ops.config import FlowConfig
+from ops.flow.sampling import SamplerConfig, initial_noise, steps_of
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
@@ -227,3 +229,12 @@ def test_bf16_weights_and_an_empty_text_stay_near_fp32() -> None:
     actual = model.bfloat16()(tokens, timesteps, text, layout, Group.solo())
     assert actual.dtype == torch.bfloat16
     assert (actual.float() - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("flow_shift", [1.0, 3.0, 5.0])
+def test_times_of_any_number_of_steps_are_those_of_the_exported_scheduler(flow_shift: float) -> None:
+    theirs = FAMILIES["wan"].scheduler(DIT, FlowConfig(flow_shift=flow_shift)).build()
+    for count in range(1, 201):
+        theirs.set_timesteps(count)
+        config = SamplerConfig(steps=count, flow_shift=flow_shift, whole_times=FAMILIES["wan"].whole_times)
+        assert [time for time, _, _ in steps_of(config, 0, None)] == theirs.timesteps.tolist()
