@@ -326,7 +326,7 @@ def test_what_a_killed_writer_has_left_goes_a_day_later(tmp_path):
         writer.put_media(b"a clip")
         os.utime(writer._scratch(".media"), (time.time() - age_s,) * 2)
     (tmp_path / "0.tar").write_bytes(shard(good(1)))
-    index_of(tmp_path / "0.tar", tmp_path, index=str(folder))
+    index_of(tmp_path / "0.tar", folder)
     assert alive._scratch(".media").exists() and not killed._scratch(".media").exists()
 
 
