@@ -43,6 +43,11 @@ def component(path: str | Path, *names: str) -> Path:
     )
 
 
+def pipeline_of(transformer: Path) -> Path:
+    """The folder of the pipeline that a transformer is one of; of weights that lie alone, their own."""
+    return transformer.parent if transformer.name in ("transformer", "transformer_2") else transformer
+
+
 def tokenizer_of(text_encoder: Path, name: str = "tokenizer") -> Path:
     """The tokenizer's folder: beside that of its encoder, or the same."""
     beside = text_encoder.parent / name
@@ -515,22 +520,14 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
     if not dit.path:
         return dit.fitted(channels, stride, text_dim, image_dim)
     folder = component(dit.path, dit.part)
-    pipeline = Path(dit.path).expanduser()
-    if (pipeline / "transformer_2").is_dir() and not dit.two_experts:
-        raise ValueError(
-            f"{pipeline} holds two transformers, for high and for low noise. Set model.dit.expert to high, low or both."
-        )
-    if len(dit.experts) > 1 and not (pipeline / "transformer_2").is_dir():
-        raise ValueError(
-            f"{pipeline} has no transformer_2/, and model.dit.expert is both. Give the folder of the whole pipeline, "
-            f"or train the one it holds."
-        )
-    index = pipeline / "model_index.json"
-    dit = dit.of_pipeline(read_json(index)) if index.is_file() else dit
+    index = pipeline_of(folder) / "model_index.json"
+    named = read_json(index) if index.is_file() else {}
+    _check_experts(dit, folder, named)
+    dit = dit.of_pipeline(named)
     told = dit
     dit = dit_config(read_json(folder / "config.json"), dit, str(folder))
     for expert in dit.experts[1:]:
-        other = component(pipeline, expert.part)
+        other = component(dit.path or "", expert.part)
         if dit_config(read_json(other / "config.json"), told, str(other)) != dit:
             raise ValueError(f"{other} has other numbers than {folder}. Two experts are trained together if alike.")
     if dit.image_width and not image_dim:
@@ -555,6 +552,27 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
             f"Use the text encoder of the same pipeline."
         )
     return wanted
+
+
+def _check_experts(dit: AnyDiT, folder: Path, index: Json) -> None:
+    """Raises ValueError for one of two transformers that is not the one of the settings. That there are two is said by
+    the pipeline's `index` where the other was not downloaded."""
+    pipeline = pipeline_of(folder)
+    two = (pipeline / "transformer_2").is_dir() or index.get("boundary_ratio") is not None
+    if two and not dit.two_experts:
+        raise ValueError(
+            f"{pipeline} is of two transformers, for high and for low noise. Set model.dit.expert to high, low or both."
+        )
+    if len(dit.experts) > 1 and not (Path(dit.path or "").expanduser() / "transformer_2").is_dir():
+        raise ValueError(
+            f"{dit.path} has no transformer_2/, and model.dit.expert is both. Give the folder of the whole pipeline, "
+            f"or train the one it holds."
+        )
+    if two and folder != pipeline / dit.part:
+        raise ValueError(
+            f"{folder} is the transformer for the other noise levels than those of model.dit.expert {dit.expert_name}, "
+            f"which are those of {dit.part}/. Set model.dit.path to {pipeline}."
+        )
 
 
 def check_weights(model: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from ops.models.base.family import Family, Json, PipelineFiles, TrainingRecipe
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, AnyDiT
 from ops.models.files import read_json
-from ops.models.folders import class_of, component, dit_config
+from ops.models.folders import class_of, component, dit_config, pipeline_of
 
 EXPORTED = "heddle.yaml"  # beside the parts of an export: the settings of its run
 _OF_TEXT = ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty")
@@ -25,7 +25,7 @@ def recipe_of(dit: AnyDiT) -> TrainingRecipe | None:
     """
     assert dit.path is not None
     folder = component(dit.path, dit.part)
-    pipeline = folder.parent if folder.name == dit.part else folder
+    pipeline = pipeline_of(folder)
     fields = read_json(folder / "config.json")
     family = next((one for one in FAMILIES.values() if one.diffusers_class == class_of(fields)), None)
     if family is None or (pipeline / EXPORTED).exists():

@@ -90,7 +90,7 @@ def test_an_expert_is_read_from_its_folder_with_the_boundary_of_the_pipeline(tmp
         expected = WanTransformer3DModel.from_pretrained(base, subfolder=part)
         found = build_dit(config, 0).state_dict()
         assert all(torch.equal(tensor, found[name]) for name, tensor in expected.state_dict().items())
-    with pytest.raises(ValueError, match=r"holds two transformers.*Set model\.dit\.expert"):
+    with pytest.raises(ValueError, match=r"is of two transformers.*Set model\.dit\.expert"):
         resolve(run_of(base, "none").model)
     assert is_refused(
         Change("model.dit.expert", "high", "low"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from ops.models.families import FAMILIES
 from ops.models.files import STEM, check_files
 from ops.models.folders import check_weights, dit_config, dit_json, resolve, vae_numbers
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.kandinsky.config import KandinskyConfig
 from ops.models.wan.config import WanConfig
 
 
@@ -90,6 +91,52 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
         resolve(ModelConfig(dit=dit))
     with pytest.raises(ValueError, match=r"width 4096, model\.text makes 64"):
         resolve(ModelConfig(dit=dit, vae=VAEConfig(channels=16)))
+
+
+@pytest.mark.parametrize(
+    ("path", "expert", "says"),
+    [
+        (".", "none", "is of two transformers"),
+        ("transformer", "none", "is of two transformers"),
+        ("transformer_2", "none", "is of two transformers"),
+        ("transformer", "both", "transformer has no transformer_2/, and"),
+        ("transformer", "low", r"other noise levels than those of model\.dit\.expert low"),
+        ("transformer_2", "high", r"other noise levels than those of model\.dit\.expert high"),
+        ("transformer", "high", None),
+        ("transformer_2", "low", None),
+        (".", "both", None),
+    ],
+)
+def test_an_expert_is_that_of_its_folder_with_the_boundary_of_the_pipeline(
+    tmp_path: Path, path: str, expert: Literal["none", "high", "low", "both"], says: str | None
+) -> None:
+    for part in ("transformer", "transformer_2"):
+        write(tmp_path / part, **dit_json(WanConfig(in_channels=16, out_channels=16)))
+    (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.9}')
+    model = ModelConfig(dit=WanConfig(path=str(tmp_path / path), expert=expert), vae=VAEConfig(channels=16))
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        dit = resolve(model)[0].dit
+        assert isinstance(dit, WanConfig) and dit.boundary == 0.9
+
+
+def test_one_of_two_experts_is_known_by_the_index_where_the_other_is_missing(tmp_path: Path) -> None:
+    write(tmp_path / "transformer", **dit_json(WanConfig(in_channels=16, out_channels=16)))
+    index = tmp_path / "model_index.json"
+    model = ModelConfig(dit=WanConfig(path=str(tmp_path)), vae=VAEConfig(channels=16))
+    index.write_text('{"boundary_ratio": null}')
+    resolve(model)
+    index.write_text('{"boundary_ratio": 0.875}')
+    with pytest.raises(ValueError, match="is of two transformers"):
+        resolve(model)
+
+
+def test_a_pipeline_of_another_use_is_refused_by_its_transformer_too(tmp_path: Path) -> None:
+    dit = KandinskyConfig(in_channels=16, out_channels=16)
+    write(tmp_path / "transformer", **dit_json(dit))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "Kandinsky5I2VPipeline"}')
+    for path in (tmp_path, tmp_path / "transformer"):
+        with pytest.raises(ValueError, match="a Kandinsky5I2VPipeline, for"):
+            resolve(ModelConfig(dit=KandinskyConfig(path=str(path)), vae=VAEConfig(channels=16)))
 
 
 PARTS = {  # of published pipelines whose latents have 16 channels and whose text is 4096 wide
