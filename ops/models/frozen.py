@@ -17,16 +17,22 @@ from dataclasses import dataclass
 from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ops.memory.cuda_memory import pin
 from ops.memory.node_weights import NodeWeights, ReadTensor
-from ops.models.files import weight_files
+from ops.models.files import check_files, variant_of, weight_files
 from ops.models.weights import describe
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound="PreTrainedModel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +69,41 @@ def frozen(
     for buffer in module.buffers():
         buffer.data = buffer.data.to(home, copy=True)
     return module
+
+
+def read_whole(
+    kind: type[T],
+    folder: Path,
+    shape: PreTrainedConfig | None,
+    dtype: torch.dtype,
+    names: dict[str, str] | None = None,
+) -> T:
+    """A module of Transformers with the weights of a folder, of its config.json or of another `shape`. `names`: what
+    names of weights in the files match -> what stands there in those of the class.
+
+    Raises ValueError where some of them are missing, which Transformers draws at random.
+    """
+    check_files(folder)
+    loaded: Any = kind.from_pretrained(  # with its report, which the annotation leaves out
+        folder,
+        config=shape,
+        local_files_only=True,
+        dtype=dtype,
+        use_safetensors=True,
+        variant=variant_of(folder),
+        output_loading_info=True,
+        key_mapping=names,
+    )
+    model: T
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise lacks(folder, missing)
+    return model
+
+
+def lacks(folder: Path, missing: list[str]) -> ValueError:
+    """What is raised for a folder without some of its weights."""
+    return ValueError(f"{folder} lacks {len(missing)} of its weights, the first {missing[0]}. Download it whole.")
 
 
 def _with(held: NodeWeights, source: Source, reader: torch.device | None) -> nn.Module:

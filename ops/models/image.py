@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ops.models.config import ImageConfig
-from ops.models.files import check_files, variant_of
+from ops.models.files import check_files
 from ops.models.folders import component
-from ops.models.frozen import Source, frozen
+from ops.models.frozen import Source, frozen, read_whole
 from ops.models.place import on_device
 from ops.models.seeded import drawn_from
 from ops.packed.uploads import upload
@@ -116,9 +116,7 @@ def folder_clip(config: ImageConfig, device: torch.device | str, shared: bool = 
     check_files(folder)
 
     def read(dtype: torch.dtype) -> CLIPVisionModel:
-        return CLIPVisionModel.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, use_safetensors=True, variant=variant_of(folder)
-        )
+        return read_whole(CLIPVisionModel, folder, None, dtype)
 
     source = Source(folder=folder, read=read, bare=lambda: clip_skeleton(config))
     encoder = frozen(source, torch.float32, torch.device(device), shared)

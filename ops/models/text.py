@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.files import check_files, read_json, variant_of
+from ops.models.files import check_files, read_json
 from ops.models.folders import check_tokenizer, component, tokenizer_of
-from ops.models.frozen import Source, frozen
+from ops.models.frozen import Source, frozen, read_whole
 from ops.models.place import home_of, on_device, visiting
 from ops.models.seeded import drawn_from
 from ops.models.text_masks import padding_mask
@@ -223,9 +223,7 @@ def folder_t5(config: TextConfig, device: torch.device | str, shared: bool = Fal
     encoder = load_text(
         Source(
             folder=folder,
-            read=lambda dtype: classes[kind].from_pretrained(
-                folder, local_files_only=True, dtype=dtype, use_safetensors=True, variant=variant_of(folder)
-            ),
+            read=lambda dtype: read_whole(classes[kind], folder, None, dtype),
             bare=lambda: t5_skeleton(config),
         ),
         config,

@@ -22,12 +22,11 @@ from torch.nn.functional import pad
 from ops.models.config import TextConfig
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import check_tokenizer, second_text_folder, text_folder, text_parts, tokenizer_of
-from ops.models.frozen import Source
+from ops.models.frozen import Source, lacks, read_whole
 from ops.models.place import home_of, on_device, visiting
 from ops.models.seeded import drawn_from
 from ops.models.text import Tokenizer, load_text
 from ops.models.text_pair import as_seen, recipe_of
-from ops.models.text_pair_load import lacks, read_whole
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ saved as such folders."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ops.models.base.family import TextRecipe
 from ops.models.config import TextConfig
-from ops.models.files import check_files, read_json, variant_of
+from ops.models.files import read_json
 from ops.models.folders import (
     check_tokenizer,
     second_text_folder,
@@ -19,7 +19,7 @@ from ops.models.folders import (
     text_parts,
     tokenizer_of,
 )
-from ops.models.frozen import Source
+from ops.models.frozen import Source, read_whole
 from ops.models.seeded import drawn_from
 from ops.models.text import load_text, look_at_neighbours
 from ops.models.text_glyphs import GlyphText
@@ -30,14 +30,11 @@ if TYPE_CHECKING:
     from transformers import (
         ByT5Tokenizer,
         PreTrainedConfig,
-        PreTrainedModel,
         PreTrainedTokenizerBase,
     )
 
 from ops.models.text_pair import PICTURE, PooledText, pooled_text, recipe_of
 from ops.models.text_pair_shapes import add_layers, cut, pair_skeleton, random_shapes, shapes
-
-T = TypeVar("T", bound="PreTrainedModel")
 
 _PROCESSOR = "Qwen2VLProcessor"  # of a Qwen2.5-VL whose files do not name it
 # of the part of Qwen2.5-VL that reads text, where the whole model is in the files
@@ -137,33 +134,6 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, recipe: TextRecipe, config: 
             f"the tokenizer of {config.path} has a chat template that makes another prompt than model.text.kind "
             f"{config.kind} is for. Give the folder of its own pipeline."
         )
-
-
-def read_whole(
-    kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.dtype, names: dict[str, str] | None = None
-) -> T:
-    """`names`: what names of weights in the files match -> what stands there in those of the class."""
-    check_files(folder)
-    loaded: Any = kind.from_pretrained(  # with its report, which the annotation leaves out
-        folder,
-        config=shape,
-        local_files_only=True,
-        dtype=dtype,
-        use_safetensors=True,
-        variant=variant_of(folder),
-        output_loading_info=True,
-        key_mapping=names,
-    )
-    model: T
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise lacks(folder, missing)
-    return model
-
-
-def lacks(folder: Path, missing: list[str]) -> ValueError:
-    """What is raised for a folder without some of its weights."""
-    return ValueError(f"{folder} lacks {len(missing)} of its weights, the first {missing[0]}. Download it whole.")
 
 
 def text_classes(config: TextConfig) -> dict[str, str]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.files import check_files, variant_of
+from ops.models.files import check_files
 from ops.models.folders import text_parts
-from ops.models.frozen import Source
+from ops.models.frozen import Source, read_whole
 from ops.models.image import Preprocessor
 from ops.models.place import home_of, on_device, visiting
 from ops.models.seeded import drawn_from
@@ -74,9 +74,7 @@ def folder_siglip(config: TextConfig, device: torch.device | str, shared: bool =
     check_files(folder)
 
     def read(dtype: torch.dtype) -> SiglipVisionModel:
-        return SiglipVisionModel.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, use_safetensors=True, variant=variant_of(folder)
-        )
+        return read_whole(SiglipVisionModel, folder, None, dtype)
 
     encoder = load_text(Source(folder=folder, read=read, bare=lambda: siglip_skeleton(config)), config, device, shared)
     # the processor that needs Pillow alone: resizing by torchvision gives other pixels

@@ -18,7 +18,7 @@ from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import component, tiling_by, vae_numbers
-from ops.models.frozen import Source, frozen
+from ops.models.frozen import Source, frozen, lacks
 from ops.models.place import on_device
 
 
@@ -137,9 +137,17 @@ def diffusers_vae(config: VAEConfig, device: torch.device | str, shared: bool = 
     kind = getattr(diffusers, name)
 
     def read(stored: torch.dtype) -> nn.Module:
-        model: nn.Module = kind.from_pretrained(
-            folder, torch_dtype=stored, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
+        model: nn.Module
+        model, report = kind.from_pretrained(
+            folder,
+            torch_dtype=stored,
+            local_files_only=True,
+            use_safetensors=True,
+            variant=variant_of(folder),
+            output_loading_info=True,
         )
+        if missing := sorted(name for name, _ in model.named_parameters() if name in report["missing_keys"]):
+            raise lacks(folder, missing)
         return model
 
     source = Source(folder=folder, read=read, bare=lambda: kind.from_config(fields))

@@ -174,3 +174,33 @@ def test_weights_whose_address_somebody_else_has_are_read_by_this_process(
     found = build_text(config, shared=True).encode(CAPTIONS)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
     assert "does not lend them; this process has a copy of its own" in caplog.text
+
+
+def without_first(folder: Path) -> str:
+    """Drops the first weight of a folder's file, and returns its name."""
+    file = next(folder.glob("*.safetensors"))
+    weights = load_file(file)
+    name = min(weights)
+    del weights[name]
+    save_file(weights, file, {"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "image_encoder", "vae"])
+def test_a_folder_that_lacks_a_weight_is_refused(part: str, tmp_path: Path) -> None:
+    """Transformers draws it at random, Diffusers leaves it on the meta device."""
+    folder = tmp_path / part
+    if part == "text_encoder":
+        t5_folder(tmp_path)
+    elif part == "image_encoder":
+        random_clip(ImageConfig(), "cpu").encoder.save_pretrained(folder)
+    else:
+        every("wan").model.save_pretrained(folder)
+    missing, path = without_first(folder), str(tmp_path)
+    builds: dict[str, Callable[[], object]] = {
+        "text_encoder": lambda: build_text(TextConfig(path=path)),
+        "image_encoder": lambda: build_image(ImageConfig(path=path)),
+        "vae": lambda: build_vae(VAEConfig(kind="diffusers", path=path)),
+    }
+    with pytest.raises(ValueError, match=rf"{part} lacks 1 of its weights, the first {missing}\."):
+        builds[part]()
