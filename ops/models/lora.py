@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -396,9 +396,9 @@ def file_of_factors(config: DiTConfig) -> Path:
     return file
 
 
-def _declared_scale(file: Path, said: str) -> float:
-    """What is said of the scale beside the factors, as PEFT's LoraConfig; 1 without a word. Raises ValueError for
-    layers of their own scale."""
+def _declared_scale(file: Path, said: str) -> Callable[[int], float]:
+    """Rank of a layer -> what is said of its scale beside the factors, as PEFT's LoraConfig, whose rank_pattern gives
+    layers ranks of their own; 1 without a word. Raises ValueError for layers of their own alpha."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
@@ -410,9 +410,9 @@ def _declared_scale(file: Path, said: str) -> float:
     if declared.get("alpha_pattern"):
         raise ValueError(f"{said} has layers of their own alpha (alpha_pattern). Save it with one alpha for all.")
     if not declared.get("lora_alpha") or not declared.get("r"):
-        return 1.0
-    rank = float(declared["r"])
-    return float(declared["lora_alpha"]) / (math.sqrt(rank) if declared.get("use_rslora") else rank)
+        return lambda rank: 1.0
+    alpha, by_root = float(declared["lora_alpha"]), declared.get("use_rslora")
+    return lambda rank: alpha / (math.sqrt(rank) if by_root else rank)
 
 
 # in the code of HunyuanVideo, 1.5 and FLUX.1, in ComfyUI's and in Diffusers'
@@ -421,10 +421,10 @@ _ENDINGS = {A: A, B: B, M: M, ".lora_down.weight": A, ".lora_up.weight": B, ".al
 
 
 def _by_our_names(
-    stored: Mapping[str, Tensor], parameters: Mapping[str, Tensor], config: DiTConfig, declared: float
+    stored: Mapping[str, Tensor], parameters: Mapping[str, Tensor], config: DiTConfig, declared: Callable[[int], float]
 ) -> dict[str, Tensor]:
     """What a file holds, under our names; layers that this model does not have keep theirs. Every B is scaled so that
-    W + B A is meant: by the `.alpha` of its layer, or as `declared` of all."""
+    W + B A is meant: by the `.alpha` of its layer, or as `declared` by its rank."""
     files: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), "")
@@ -439,7 +439,8 @@ def _by_our_names(
     for layer, parts in files.items():
         alpha = parts.pop(".alpha", None)
         if B in parts:
-            parts[B] = parts[B].float() * (declared if alpha is None else float(alpha) / parts[B].shape[-1])
+            rank = parts[B].shape[-1]
+            parts[B] = parts[B].float() * (declared(rank) if alpha is None else float(alpha) / rank)
         if layer in ours and {A, B} <= parts.keys():
             original, layers = ours[layer]
             if _is_swapped(original, config):

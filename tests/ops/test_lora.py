@@ -22,7 +22,7 @@ from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.kandinsky.config import KandinskyConfig
 from ops.models.load import build_dit, check_factors, dit_skeleton, first_values, kept_weights
-from ops.models.lora import A, B, DoRALinear, LoRALinear, M, for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.lora import A, B, DoRALinear, LoRALinear, M, factors_for, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora, write_folder
@@ -215,6 +215,20 @@ def test_the_alpha_that_other_programs_write_beside_factors_is_their_scale(
     found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
     for name, tensor in merged(source, lora_scale(config)).items():
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_of_their_own_scale_layers_as_in_peft(tmp_path: Path, rslora: bool) -> None:
+    said = {"r": 8, "lora_alpha": 16, "use_rslora": rslora, "rank_pattern": {"to_k": 4}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    file, weights = tmp_path / "adapter_model.safetensors", dict(dit_skeleton(WAN.without_lora()).named_parameters())
+    ranks = {"blocks.0.attn1.to_q": 8, "blocks.0.attn1.to_k": 4}
+    size = weights["blocks.0.attn1.to_q.weight"].shape[0]
+    stored = {f"{name}{A}": torch.ones(rank, size) for name, rank in ranks.items()}
+    save_file(stored | {f"{name}{B}": torch.ones(size, rank) for name, rank in ranks.items()}, file)
+    found = factors_for(file, weights, WAN)
+    for name, rank in ranks.items():
+        assert torch.equal(found[name + B], torch.full((size, rank), 16 / (rank**0.5 if rslora else rank)))
 
 
 I2V = replace(WAN, in_channels=12, first_frame="channels", image_dim=20, lora_alpha=1.5)
