@@ -104,7 +104,7 @@ class T5Text:
     def _encode(self, captions: list[str]) -> list[Tensor]:
         tokens = [self._tokens(caption) for caption in captions]
         result: list[Tensor | None] = [None] * len(captions)
-        for group in length_groups([len(ids) for ids in tokens]):
+        for group in length_groups([self.unmasked or len(ids) for ids in tokens]):
             longest = self.unmasked or max(len(tokens[i]) for i in group)
             if not longest:  # empty captions that are no text
                 for i in group:

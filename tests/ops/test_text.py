@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-from ops.models.config import TextConfig
+from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.load import build_text, token_counter
 from ops.models.place import visiting
-from ops.models.text import length_groups, prepared
+from ops.models.text import T5Text, length_groups, prepared
 
 FP32_ATOL = 1e-5
 CAPTIONS = [
@@ -101,6 +101,17 @@ def test_length_groups_cover_all_with_bounded_padding() -> None:
     groups = list(length_groups(lengths))
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(lengths[i] >= 0.75 * lengths[group[0]] for group in groups for i in group)
+
+
+def test_text_without_a_mask_is_computed_some_rows_at_a_time() -> None:
+    """All rows that are seen count, not those of the captions alone."""
+    text, rows = build_text(TextConfig(unmasked=256, pad_to=256, max_length=256)), []
+    assert isinstance(text, T5Text)
+    text.encoder.register_forward_pre_hook(
+        lambda module, inputs, named: rows.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    text.encode(["a red disc"] * 40)
+    assert sum(rows) == 40 * 256 and max(rows) <= TEXT_BATCH_TOKENS
 
 
 @pytest.mark.parametrize(("config_class", "model_class"), [(T5Config, T5EncoderModel), (UMT5Config, UMT5EncoderModel)])
