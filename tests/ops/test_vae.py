@@ -394,6 +394,12 @@ def test_blend_names_missing_tiles() -> None:
         vae.blend(parts, (1, 64, 64))
 
 
+@pytest.mark.parametrize("stride", [(64, 64), (48, 64)])
+def test_tiles_of_cogvideox_need_not_overlap(stride: tuple[int, int]) -> None:
+    vae = make("cogvideox", tiling=True, tile_sample_min=(64, 64), tile_sample_stride=stride)
+    assert vae.encode(clip(1, 128, 128)).shape[-2:] == (16, 16)
+
+
 @pytest.mark.parametrize("family", ["wan", "hunyuan", "cogvideox"])
 def test_folder_loads_by_its_own_class(family: str, tmp_path: Path) -> None:
     vae = make(family)

@@ -16,8 +16,10 @@ class CogVideoXVAE(DiffusersVAE):
 
     def _set_tiles(self, tiles: Tiles) -> None:
         pairs, ratio = zip(tiles.least, tiles.step, strict=True), self.vae_stride[1]
-        overlaps = [_overlap(least, step, ratio) for least, step in pairs]
-        self.model.enable_tiling(*tiles.least, *overlaps)
+        height, width = (_overlap(least, step, ratio) for least, step in pairs)
+        self.model.enable_tiling(*tiles.least)
+        # not by enable_tiling, which takes an overlap of 0 for one that is not given
+        self.model.tile_overlap_factor_height, self.model.tile_overlap_factor_width = height, width
 
     def _latent_tile(self, side: str) -> tuple[int, int]:
         full = getattr(self.model, f"tile_latent_min_{side}")
