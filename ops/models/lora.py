@@ -229,11 +229,14 @@ def _originals(layers: Sequence[str], config: DiTConfig) -> dict[str, list[str]]
     return found
 
 
-def _read_too(layers: Sequence[str], config: DiTConfig) -> list[tuple[str, list[str]]]:
+def _read_too(parameters: Iterable[str], config: DiTConfig) -> list[tuple[str, list[str]]]:
     """(further name of a layer, that layer of ours alone)"""
-    table = FAMILIES[config.architecture].lora_names.read_too
+    names = FAMILIES[config.architecture].lora_names
+    layers = [name.removesuffix(".weight") for name in parameters if name.startswith(names.blocks)]
     return [
-        (name.replace("*", _block(layer)), [layer]) for layer in layers for name in table.get(_of_any_block(layer), ())
+        (name.replace("*", _block(layer)), [layer])
+        for layer in layers
+        for name in names.read_too.get(_of_any_block(layer), ())
     ]
 
 
@@ -432,7 +435,7 @@ def _by_our_names(
         files.setdefault(layer, {})[_ENDINGS.get(ending, "")] = tensor
     ours: dict[str, tuple[str, list[str]]] = {}
     known = _known_layers(parameters, config)
-    for original, layers in (*_originals(known, config).items(), *_read_too(known, config)):
+    for original, layers in (*_originals(known, config).items(), *_read_too(parameters, config)):
         names = (original, f"diffusion_model.{original}", f"lora_unet_{original.replace('.', '_')}")
         ours |= dict.fromkeys(names, (original, layers))
     found: dict[str, Tensor] = {}

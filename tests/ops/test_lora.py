@@ -496,6 +496,34 @@ def test_factors_of_modulations_are_refused_with_what_to_do(layer: str, tmp_path
         check_factors(replace(config, lora_from=str(tmp_path / "musubi.safetensors")))
 
 
+@pytest.mark.parametrize("family", ["flux", "hunyuan", "hunyuan15"])
+@pytest.mark.parametrize("kind", ["comfyui", "kohya"])
+@pytest.mark.parametrize("end", ["lin", "linear"])
+def test_factors_of_modulations_are_read_for_clips(family: str, kind: str, end: str, tmp_path: Path) -> None:
+    config = by_original_names(family).without_lora()
+    weights = dict(dit_skeleton(config).named_parameters())
+    theirs = {
+        f"double_blocks.0.img_mod.{end}": "transformer_blocks.0.norm1.linear",
+        f"double_blocks.0.txt_mod.{end}": "transformer_blocks.0.norm1_context.linear",
+        f"single_blocks.0.modulation.{end}": "single_transformer_blocks.0.norm.linear",
+    }
+    wanted = {}
+    for ours in (name for name in theirs.values() if name + ".weight" in weights):  # 1.5 has no single blocks
+        rows, columns = weights[ours + ".weight"].shape
+        wanted |= {ours + A: torch.randn(2, columns), ours + B: torch.randn(rows, 2)}
+    stored = {
+        f"diffusion_model.{name}{ending}": wanted[ours + ending]
+        for name, ours in theirs.items()
+        for ending in (A, B)
+        if ours + ending in wanted
+    }
+    save_file(stored if kind == "comfyui" else as_kohya(stored), tmp_path / "factors.safetensors")
+    found = factors_for(tmp_path / "factors.safetensors", weights, config)
+    assert found.keys() == wanted.keys()
+    for layer in (name.removesuffix(A) for name in wanted if name.endswith(A)):
+        torch.testing.assert_close(found[layer + B] @ found[layer + A], wanted[layer + B] @ wanted[layer + A])
+
+
 def with_dora_of_peft(case: str, folder: Path) -> tuple[torch.nn.Module, DiTConfig]:
     """Diffusers' transformer with PEFT's DoRA of random values; its plain weights are in `folder`."""
     config = VARIANTS[case]

@@ -112,7 +112,8 @@ class LoraNames:
     # not here have one name. None: files with such names are neither read nor written
     original: Mapping[str, str] | None = None
     swapped: tuple[str, ...] = ()  # of these original layers, the halves of the rows are the other way round
-    # the same to further names that are read, of trainers that cut layers as we do; one layer each
+    # the same to further names that are read, of trainers that cut layers as we do; one layer each, also of those
+    # below `blocks` that get no factors here
     read_too: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

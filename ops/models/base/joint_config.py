@@ -41,6 +41,12 @@ HUNYUAN_DOUBLE_BLOCKS = {  # of HunyuanVideo and 1.5: ours -> those of Tencent-H
     "transformer_blocks.*.ff_context.net.0.proj": "double_blocks.*.txt_mlp.fc1",
     "transformer_blocks.*.ff_context.net.2": "double_blocks.*.txt_mlp.fc2",
 }
+# to those of modulations, in the code of HunyuanVideo, 1.5 and FLUX.1 and in ComfyUI's: read where clips are made
+MODULATIONS = {
+    "transformer_blocks.*.norm1.linear": ("double_blocks.*.img_mod.lin", "double_blocks.*.img_mod.linear"),
+    "transformer_blocks.*.norm1_context.linear": ("double_blocks.*.txt_mod.lin", "double_blocks.*.txt_mod.linear"),
+    "single_transformer_blocks.*.norm.linear": ("single_blocks.*.modulation.lin", "single_blocks.*.modulation.linear"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from ops.models.base.family import (
     even_sigmas,
     shift_of,
 )
-from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
+from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, MODULATIONS, read_joint
 from ops.models.flux.config import FluxConfig
 
 if TYPE_CHECKING:
@@ -181,7 +181,12 @@ FAMILY = Family(
     write_rest=_write_rest,
     converter="convert_flux_transformer_checkpoint_to_diffusers",
     published_heads={"flux.1": 24},
-    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
+    lora_names=LoraNames(
+        blocks=JOINT_BLOCKS,
+        projections=(*JOINT_PROJECTIONS, "proj_out"),
+        original=_ORIGINAL,
+        read_too=MODULATIONS,
+    ),
     scheduler=even_sigmas,
     shifts_by_tokens=True,
     parity_inputs=_parity_inputs,

@@ -20,7 +20,7 @@ from ops.models.base.family import (
     TrainingRecipe,
     shift_of,
 )
-from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
+from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_BLOCKS, JOINT_PROJECTIONS, MODULATIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
 
 if TYPE_CHECKING:
@@ -213,7 +213,12 @@ FAMILY = Family(
     write_rest=_write_rest,
     published_heads={"hunyuan-video-13b": 24, "open-sora-v2": 24},  # the latter has the same blocks
     converter="convert_hunyuan_video_transformer_to_diffusers",
-    lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
+    lora_names=LoraNames(
+        blocks=JOINT_BLOCKS,
+        projections=(*JOINT_PROJECTIONS, "proj_out"),
+        original=_ORIGINAL,
+        read_too=MODULATIONS,
+    ),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,
 )

@@ -20,7 +20,7 @@ from ops.models.base.family import (
     VAEClass,
     VisionRecipe,
 )
-from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_PROJECTIONS, default_rope_split
+from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_PROJECTIONS, MODULATIONS, default_rope_split
 from ops.models.hunyuan15.config import Hunyuan15Config
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ FAMILY = Family(
         blocks=("transformer_blocks.",),
         projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp"),
         original=HUNYUAN_DOUBLE_BLOCKS,
-        read_too=_OF_MUSUBI,
+        read_too={**_OF_MUSUBI, **MODULATIONS},
     ),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,
