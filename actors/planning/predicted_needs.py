@@ -97,16 +97,16 @@ def with_attention_kept(needs: Needs, row_bytes: int) -> Needs:
 
 
 def vae_needs(model: ModelConfig, clips: Sequence[PixelShape], device: str) -> dict[PixelShape, EncoderNeed]:
-    """Need of one clip of each shape. It grows with the area where a clip is neither cut nor taken as pictures."""
+    """Need of one clip of each shape, of which some follow from others where it grows with the area."""
     from ops.models.first_frame import FirstFrame
-    from ops.models.folders import is_of_pictures
+    from ops.models.folders import needs_by_area
     from ops.models.forecast import vae_need
 
-    frame, in_parts = FirstFrame.of(model), model.vae.tiling or is_of_pictures(model.vae)
+    frame, by_area = FirstFrame.of(model), needs_by_area(model.vae)
     found: dict[PixelShape, EncoderNeed] = {}
     whole: dict[int, tuple[EncoderNeed, int]] = {}  # frames -> what a clip of an area needs
     for frames, height, width in dict.fromkeys(clips):
-        if in_parts:
+        if not by_area:
             found[frames, height, width] = vae_need(model.vae, 1, frames, height, width, device, frame)
             continue
         if frames not in whole:

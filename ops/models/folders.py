@@ -224,12 +224,15 @@ def tiling_by(fields: Json, vae: VAEConfig) -> Tiling:
     )
 
 
-def is_of_pictures(vae: VAEConfig) -> bool:
-    """Whether an autoencoder takes each frame of a clip as a picture."""
-    if vae.path is None:
+def needs_by_area(vae: VAEConfig) -> bool:
+    """Whether what an autoencoder needs of memory for a clip grows with its area: not where the clip is cut or taken as
+    pictures, nor with a mask of the square of it."""
+    if vae.tiling:
         return False
+    if vae.path is None:
+        return True
     name = class_of(read_json(component(vae.path, "vae") / "config.json"))
-    return name in VAE_CLASSES and VAE_CLASSES[name].of_pictures
+    return name not in VAE_CLASSES or not (VAE_CLASSES[name].of_pictures or VAE_CLASSES[name].masks_clip)
 
 
 def decodes_in_time(vae: VAEConfig) -> bool:

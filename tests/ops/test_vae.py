@@ -63,13 +63,13 @@ def wan_patched() -> torch.nn.Module:
     )
 
 
-def hunyuan() -> torch.nn.Module:
+def hunyuan(attends: bool = False) -> torch.nn.Module:
     return AutoencoderKLHunyuanVideo(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
         norm_num_groups=2,
-        mid_block_add_attention=False,
+        mid_block_add_attention=attends,
     )
 
 

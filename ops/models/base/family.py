@@ -56,6 +56,7 @@ class VAEClass:
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/base/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
+    masks_clip: bool = False  # its attention has a mask of all pairs of a clip's positions
     # the first part of its encoder, if it sees pixels in fp32 also where weights have 16 bits: its frequencies are so
     # high that a pixel rounded to bf16 is another one to them
     sees_fp32: str = ""
@@ -97,7 +98,13 @@ def _hunyuan_vae() -> type[DiffusersVAE]:
     return HunyuanVAE
 
 
-HUNYUAN_VAE = VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_hunyuan_numbers, segments=(16, 12), runs=_hunyuan_vae)
+HUNYUAN_VAE = VAEClass(
+    name="AutoencoderKLHunyuanVideo",
+    numbers=_hunyuan_numbers,
+    segments=(16, 12),
+    runs=_hunyuan_vae,
+    masks_clip=True,
+)
 """HunyuanVideo's and Kandinsky 5.0's."""
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.packed.packing import Sequence as PackedSequence
 from tests.actors.plan.options import counted
-from tests.ops.test_vae import pictures, wan
+from tests.ops.test_vae import hunyuan, pictures, wan
 
 MIXED = [(1, 64, 64, 4), (17, 64, 96, 2), (33, 96, 96, 1), (17, 64, 64, 3), (33, 64, 96, 2)]
 DIT = WanConfig(num_layers=4, num_heads=12, head_dim=16)
@@ -103,11 +104,12 @@ def test_a_vae_needs_memory_for_the_clips_that_it_encodes_at_a_time_and_for_rows
     assert units(9, 81, 480, degree=4) == 9, "of a bag nothing was predicted"
 
 
-@pytest.mark.parametrize("of_pictures", [False, True])
-def test_of_every_shape_it_is_known_what_one_clip_needs(of_pictures: bool, tmp_path: Path) -> None:
-    """Frames that are taken as pictures are encoded a few at a time: more of them on a smaller area."""
+@pytest.mark.parametrize("kind", [wan, pictures, lambda: hunyuan(attends=True)], ids=["wan", "pictures", "hunyuan"])
+def test_of_every_shape_it_is_known_what_one_clip_needs(kind: Callable[[], Any], tmp_path: Path) -> None:
+    """Frames that are taken as pictures are encoded a few at a time: more of them on a smaller area. The mask of a
+    clip of HunyuanVideo's grows with the square of it."""
     torch.manual_seed(0)
-    (pictures() if of_pictures else wan()).save_pretrained(tmp_path / "vae")
+    kind().save_pretrained(tmp_path / "vae")
     vae = VAEConfig(kind="diffusers", path=str(tmp_path))
     model, _ = resolve(ModelConfig(dit=WanConfig(num_layers=1), vae=vae))
     shapes = [(17, 256, 512), (17, 64, 96)]
