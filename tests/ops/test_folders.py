@@ -12,12 +12,14 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 from safetensors.torch import save
 
+from ops.models.base.joint_config import ratio_of
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.files import STEM, check_files
 from ops.models.folders import check_weights, dit_config, dit_json, resolve, vae_numbers
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.hunyuan15.config import Hunyuan15Config
 from ops.models.kandinsky.config import KandinskyConfig
 from ops.models.wan.config import WanConfig
 
@@ -41,10 +43,18 @@ def write(folder: Path, **fields: Any) -> None:
             cross_attn_norm=False,
         ),
         HunyuanConfig(num_layers=2, num_single_layers=3, ffn_dim=4 * 128, rope_theta=256.0),
+        HunyuanConfig(num_heads=3, head_dim=24, ffn_dim=200),  # 72 * (200 / 72) and 200 / 72 * 3 * 24 are not both 200
+        Hunyuan15Config(num_heads=3, head_dim=24, ffn_dim=200),
     ],
 )
-def test_config_json_round_trip(config: WanConfig | HunyuanConfig) -> None:
+def test_config_json_round_trip(config: WanConfig | HunyuanConfig | Hunyuan15Config) -> None:
     assert dit_config(dit_json(config), WanConfig(), "here") == config
+
+
+def test_a_width_that_no_quotient_gives_back_is_written_as_diffusers_reads_it() -> None:
+    widths = [(dim, ffn_dim) for dim in (49, 72, 3072) for ffn_dim in range(dim, 3 * dim)]
+    assert any(int(dim * (ffn_dim / dim)) != ffn_dim for dim, ffn_dim in widths)
+    assert all(int(dim * ratio_of(ffn_dim, dim)) == ffn_dim for dim, ffn_dim in widths)
 
 
 @pytest.mark.parametrize(

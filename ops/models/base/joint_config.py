@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -47,6 +48,12 @@ MODULATIONS = {
     "transformer_blocks.*.norm1_context.linear": ("double_blocks.*.txt_mod.lin", "double_blocks.*.txt_mod.linear"),
     "single_transformer_blocks.*.norm.linear": ("single_blocks.*.modulation.lin", "single_blocks.*.modulation.linear"),
 }
+
+
+def ratio_of(ffn_dim: int, dim: int) -> float:
+    """The mlp_ratio of which Diffusers, which rounds `dim` times it down, makes `ffn_dim`."""
+    ratio = ffn_dim / dim
+    return ratio if int(dim * ratio) == ffn_dim else math.nextafter(ratio, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

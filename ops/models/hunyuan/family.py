@@ -20,7 +20,14 @@ from ops.models.base.family import (
     TrainingRecipe,
     shift_of,
 )
-from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_BLOCKS, JOINT_PROJECTIONS, MODULATIONS, read_joint
+from ops.models.base.joint_config import (
+    HUNYUAN_DOUBLE_BLOCKS,
+    JOINT_BLOCKS,
+    JOINT_PROJECTIONS,
+    MODULATIONS,
+    ratio_of,
+    read_joint,
+)
 from ops.models.hunyuan.config import HunyuanConfig
 
 if TYPE_CHECKING:
@@ -74,7 +81,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     spatial = fields["patch_size"]
     return read_joint(fields, known, "rope_axes_dim") | {
         "patch": (fields["patch_size_t"], spatial, spatial),
-        "ffn_dim": int(fields["mlp_ratio"] * known["num_heads"] * known["head_dim"]),
+        "ffn_dim": int(known["num_heads"] * known["head_dim"] * fields["mlp_ratio"]),
         "first_frame": fields.get("image_condition_type") or "none",
     }
 
@@ -86,7 +93,7 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
     return {
         "patch_size": patch_h,
         "patch_size_t": patch_t,
-        "mlp_ratio": config.ffn_dim / config.dim,
+        "mlp_ratio": ratio_of(config.ffn_dim, config.dim),
         "pooled_projection_dim": config.pooled_dim or config.text_dim,
         "rope_axes_dim": list(config.rope_split),
         "image_condition_type": None if config.first_frame == "none" else config.first_frame,

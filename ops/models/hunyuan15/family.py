@@ -20,7 +20,13 @@ from ops.models.base.family import (
     VAEClass,
     VisionRecipe,
 )
-from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_PROJECTIONS, MODULATIONS, default_rope_split
+from ops.models.base.joint_config import (
+    HUNYUAN_DOUBLE_BLOCKS,
+    JOINT_PROJECTIONS,
+    MODULATIONS,
+    default_rope_split,
+    ratio_of,
+)
 from ops.models.hunyuan15.config import Hunyuan15Config
 
 if TYPE_CHECKING:
@@ -102,7 +108,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
         "first_frame": first_frame,
         "in_channels": known["out_channels"] if first_frame == "none" else fields["in_channels"],
         "patch": (fields["patch_size_t"], spatial, spatial),
-        "ffn_dim": int(fields["mlp_ratio"] * known["num_heads"] * known["head_dim"]),
+        "ffn_dim": int(known["num_heads"] * known["head_dim"] * fields["mlp_ratio"]),
         "glyph_dim": 0 if glyphs == known["text_dim"] else glyphs,
         "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
     }
@@ -118,7 +124,7 @@ def _write_rest(config: Hunyuan15Config) -> dict[str, object]:
         "in_channels": 2 * config.out_channels + 1,
         "patch_size": patch_h,
         "patch_size_t": patch_t,
-        "mlp_ratio": config.ffn_dim / config.dim,
+        "mlp_ratio": ratio_of(config.ffn_dim, config.dim),
         "text_embed_2_dim": config.glyph_width,
         "rope_axes_dim": list(config.rope_split),
         "task_type": _TASKS[config.first_frame],
