@@ -23,6 +23,7 @@ from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
+_TOKENIZER_JSON = ("tokenizer*.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 # of models that see pictures, too: the part that reads text alone
 _TEXT_WITHIN = {"qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
 
@@ -55,11 +56,18 @@ def tokenizer_of(text_encoder: Path, name: str = "tokenizer") -> Path:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises FileNotFoundError for a folder without any file of a tokenizer."""
+    """Raises FileNotFoundError for a folder without any file of a tokenizer, ValueError for one that is damaged."""
     if not any(folder.glob("tokenizer*")) and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise FileNotFoundError(
             f"{folder} holds no tokenizer, and none lies beside it. Download the tokenizers of the pipeline, too."
         )
+    _read_tokenizer(folder)
+
+
+def _read_tokenizer(folder: Path) -> None:
+    """Raises ValueError for a JSON file that is cut off; Transformers' error names none."""
+    for file in (file for pattern in _TOKENIZER_JSON for file in sorted(folder.glob(pattern))):
+        read_json(file)
 
 
 def text_folder(text: TextConfig) -> Path:
@@ -580,10 +588,13 @@ def _check_experts(dit: AnyDiT, folder: Path, index: Json) -> None:
 
 def check_weights(model: ModelConfig) -> None:
     """Raises FileNotFoundError or ValueError, one sentence, unless the weights of every folder that a resolved model
-    names are there and whole. Reads headers alone."""
+    names are there and whole, as far as headers say, and JSON files of tokenizers."""
     with _named_on_the_hub(model):
         for folder in dict.fromkeys(_part_folders(model)):
             check_files(folder)
+        for part, folder in text_parts(model.text).items() if model.text.path else ():
+            if part.startswith("tokenizer"):
+                _read_tokenizer(folder)
 
 
 def _part_folders(model: ModelConfig) -> list[Path]:

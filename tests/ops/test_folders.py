@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +23,7 @@ from ops.models.folders import check_weights, dit_config, dit_json, resolve, vae
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.hunyuan15.config import Hunyuan15Config
 from ops.models.kandinsky.config import KandinskyConfig
+from ops.models.load import build_text
 from ops.models.wan.config import WanConfig
 
 
@@ -284,3 +287,20 @@ def test_weights_that_are_not_all_there_are_named_before_anything_is_built(
     assert str(damaged.parent) in str(caught.value) and "\n" not in str(caught.value)
     damaged.write_bytes(whole)
     check_weights(model)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_that_is_cut_off_is_named_before_weights_are_read(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "text_encoder", model_type="umt5", d_model=16)
+    (tmp_path / "text_encoder" / "model.safetensors").write_bytes(save({"weight": torch.zeros(3)}))
+    (tmp_path / "tokenizer").mkdir()
+    file = tmp_path / "tokenizer" / name
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    file.write_text('{"model": {"vocab"')
+    text = TextConfig(path=str(tmp_path), d_model=16)
+    checks: list[Callable[[], object]] = [lambda: check_weights(ModelConfig(text=text)), lambda: build_text(text)]
+    for check in checks:
+        with pytest.raises(ValueError, match=rf"tokenizer/{re.escape(name)} is not valid JSON"):
+            check()
+    file.write_text("{}")
+    check_weights(ModelConfig(text=text))
