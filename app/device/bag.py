@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 START_S = 600.0  # imports and weights of all members, on a busy machine
 ANSWER_S = 600.0  # of one run of a cascade
 _CAUSE_S = 5.0  # a member that fails may be one that another has left, which says why a moment later
+_END_S = 30.0  # of a killed member, whose driver takes its memory apart
 _WARM_UP = 1
 
 Order = (
@@ -179,11 +180,13 @@ class Bag(PipedBag):
             raise
 
     def close(self) -> None:
+        """A killed member, too, gives its GPU's memory back only as it ends."""
         super().close()
         for member in self._members:
             member.join(2.0)
             if member.is_alive():
                 member.kill()
+                member.join(_END_S)
 
 
 def _member(config_yaml: str, rank: int, degree: int, device: str, port: int, pipe: Connection) -> None:

@@ -1,6 +1,7 @@
 """Measures the points of a profile one after the other, and writes the file after each.
 
 What runs out of memory becomes a limit; a bag in which that happened is closed, and another one made when it is needed.
+On GPUs it first has to run out alone: bags stay open, and the modules of them and of this process lie side by side.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Measuring:
         self._bench, self._together, self._profile, self._out, self._repeats = bench, together, profile, out, repeats
         self._device = bench.device.type
         self._bags: dict[tuple[int, int], MeasuredBag] = {}  # by degree and nodes
+        self._rests = True  # this process has nothing on the device
 
     def run(self, points: Sequence[Measurable], until: float) -> None:
         """Measure the points but those that surely run out of memory, until the time is over (monotonic; 0: never)."""
@@ -116,11 +118,22 @@ class Measuring:
 
     def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:
         """Bisect over lengths or batches. All on the way are points or limits, so another call goes on from there."""
+        self._make_room(wanted.degree, nodes=1)
         while (point := wanted.next_point(self._profile)) is not None and not (until and time.monotonic() > until):
             self._measure(point)
             self.save()
 
     def _measure(self, point: ProfilePoint | SideFigure) -> None:
+        if self._fits(point) or (self._make_room(point.degree, point.nodes) and self._fits(point)):
+            return
+        if isinstance(point, ProfilePoint):
+            self._limit(point)
+        else:
+            print(f"{point.kind} of {point.degree}: runs out of memory, and stays unknown", flush=True)
+
+    def _fits(self, point: ProfilePoint | SideFigure) -> bool:
+        """Measure it. False where it ran out of memory, and its bag is closed."""
+        self._rests &= point.degree > 1
         try:
             if isinstance(point, ProfilePoint):
                 self._point(point)
@@ -133,10 +146,22 @@ class Measuring:
         except (MemoryError, RuntimeError) as error:
             refuse_other(error)
             self._close(point.degree, point.nodes)
-            if isinstance(point, ProfilePoint):
-                self._limit(point)
-            else:
-                print(f"{point.kind} of {point.degree}: runs out of memory, and stays unknown", flush=True)
+            return False
+        return True
+
+    def _make_room(self, degree: int, nodes: int) -> bool:
+        """Leave the GPUs to this bag, or to this process for degree 1, as a worker of a run has its own. Whether others
+        had anything of them. On CPUs a limit counts the tensors of one process."""
+        if self._device != "cuda":
+            return False
+        others = [place for place in self._bags if place != (degree, nodes)]
+        for place in others:
+            self._close(*place)
+        if degree == 1 or self._rests:
+            return bool(others)
+        self._bench.rest()
+        self._rests = True
+        return True
 
     def _point(self, point: ProfilePoint) -> None:
         if point.degree == 1:
@@ -156,29 +181,12 @@ class Measuring:
     def _in_bag(self, point: ProfilePoint) -> PointTimes:
         # by what is known now: a plan brings such rates, and its bags then run as this one does
         rates = self._profile.slice_rates() if self._profile.sliced is not None else None
-        try:
-            return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats, rates)
-        except MemoryError:
-            self._close(point.degree, point.nodes)
-            if self._device != "cuda":
-                raise
-        self._make_room(point.nodes)
         return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats, rates)
-
-    def _make_room(self, nodes: int) -> None:
-        """Make room on the GPUs: modules of this process lie on the first one beside those of a member, and those of
-        bags of this machine beside those of a bag over nodes."""
-        self._bench.rest()
-        if nodes > 1:
-            for degree, over in [place for place in self._bags if place[1] == 1]:
-                self._close(degree, over)
 
     def _update(self, workers: int, nodes: int) -> None:
         if workers == 1:
             times = self._bench.update(self._repeats)
         else:
-            if self._device == "cuda":
-                self._make_room(nodes)
             times = self._bag(workers, nodes).update(self._repeats)
         point = UpdatePoint(workers=workers, nodes=nodes, seconds=times.median)
         self._profile.update = self._profile.update.with_point(point)

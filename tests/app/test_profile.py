@@ -522,6 +522,49 @@ def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
     assert not all(read_profile(out).fits("dit", Samples.of(batch, (1, 32, 32)), 2) for batch in (1, 3))
 
 
+class SharedGpu:
+    """The first GPU of a machine, of 80 GiB: modules of 16 GiB of this process and of member 0 of every open bag lie
+    on it, and a cascade takes a GiB for each frame of a member."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self) -> None:
+        self.there: set[int] = set()  # degrees whose modules do
+
+    def measure(self, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
+        return self.measured(1, shape)
+
+    def measured(self, degree: int, shape: ProfiledShape) -> PointTimes:
+        self.there.add(degree)
+        need_gib = shape.batch * shape.bucket.frames / degree
+        if 16 * len(self.there) + need_gib > 80:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
+        return PointTimes(seconds=(need_gib,), need_gib=need_gib)
+
+    def rest(self) -> None:
+        self.there.discard(1)
+
+    def bag(self, degree: int, nodes: int) -> Any:
+        return SimpleNamespace(
+            measure=lambda module, shape, repeats, rates: self.measured(degree, shape),
+            close=lambda: self.there.discard(degree),
+        )
+
+
+@pytest.mark.parametrize("bags", [(), (2,), (2, 4, 8)])
+def test_limits_of_a_degree_are_those_of_its_workers_alone(bags: tuple[int, ...], tmp_path: Path) -> None:
+    """Also where bags of other degrees have been measured on the same GPUs, and are open."""
+    shapes = [ProfiledShape(batch=1, bucket=Bucket(frames, 32, 32), text_tokens=8) for frames in (1, 33, 61)]
+    points = by_information([one for one in points_of(shapes, bags) if one.module == "dit"])
+    profile, gpu = Profile(degrees={"dit": (1, *bags)}), SharedGpu()
+    measuring = Measuring(gpu, gpu, profile, tmp_path / "p.json", 1)  # type: ignore[arg-type]
+    measuring.run(points, 0.0)
+    assert not profile.max_frames, "all of the plan fits a worker"
+    measuring.run(longest_of(shapes, bags), 0.0)
+    longest = {degree: max(key[2] for key in profile.measured if key[-1] == degree) for degree in (1, *bags)}
+    assert longest == {degree: {1: 61, 2: 125, 4: 253, 8: 509}[degree] for degree in (1, *bags)}
+
+
 class Pipes(PipedBag):
     """Members of a bag that say what they are given, after these seconds; None: nothing."""
 
