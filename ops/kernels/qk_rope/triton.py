@@ -50,6 +50,7 @@ TABLE: Table = {
 def forward(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k [N, D] and rstd of each [N, G]."""
     q, k, wq, wk, cos, sin, head_dim, per_head, eps, out_dtype = call
+    wq, wk = _weights(wq, wk)
     width = q.shape[1]
     groups = width // head_dim if per_head else 1
     q_out, k_out = (torch.empty(x.shape, dtype=out_dtype, device=x.device) for x in (q, k))
@@ -93,6 +94,7 @@ def backward(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not max(q.shape[0], k.shape[0]):
         dwq = torch.zeros(size, dtype=torch.float32, device=q.device)
         return dq, dk, dwq, torch.zeros_like(dwq)
+    wq, wk = _weights(wq, wk)
     q, k, dqo, dko = (host.rows(x) for x in (q, k, dqo, dko))
     widest = max(q, dqo, key=lambda x: x.element_size())  # rows of both are in shared memory
     config, tiles = _head_tiles("qk_backward", widest, head_dim, per_head, cos)
@@ -132,6 +134,15 @@ def backward(call: QKBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
     dwq, dwk = sum_slots(slots, None, 1, 1)
     return dq, dk, dwq.view(-1), dwk.view(-1)
+
+
+def _weights(wq: Tensor | None, wk: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Dense weights of q and k, which the kernels read for both or for neither: ones where one has none."""
+    if wq is None and wk is not None:
+        wq = torch.ones_like(wk)
+    if wk is None and wq is not None:
+        wk = torch.ones_like(wq)
+    return (None if wq is None else wq.contiguous()), (None if wk is None else wk.contiguous())
 
 
 def _head_tiles(

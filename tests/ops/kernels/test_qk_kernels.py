@@ -85,6 +85,16 @@ def test_rope_without_weights(device: str) -> None:
     check(given, [None, None], angles.cos(), angles.sin(), 16, False)
 
 
+@pytest.mark.parametrize("per_head", [False, True], ids=["full width", "per head"])
+def test_weights_may_be_of_one_alone_or_views(device: str, per_head: bool) -> None:
+    given = [make(device, torch.float32, 5, 64) for _ in "qk"]
+    angles = torch.randn(5, 8, device=device)
+    wide = make(device, torch.float32, 16 if per_head else 64, 2)
+    dense = wide.detach()[:, 0].clone().requires_grad_()
+    for weights in ([dense, None], [None, dense], [wide[:, 0], wide[:, 1]]):
+        check(given, weights, angles.cos(), angles.sin(), 16, per_head)
+
+
 def test_gradients_repeat_bit_by_bit(device: str) -> None:
     q, k = make(device, torch.bfloat16, 21, 64), make(device, torch.bfloat16, 21, 64)
     w = make(device, torch.float32, 64)
