@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.bench.ops_inputs import inputs_of
 from ops.kernels.base import backend
@@ -16,8 +17,10 @@ from ops.kernels.gate_residual import reference as gate_reference
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate import reference as norm_reference
 from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope import cpu
 from ops.kernels.qk_rope import reference as qk_reference
 from ops.kernels.qk_rope.op import qk_norm_rope
+from ops.kernels.qk_rope.reference import QKBackwardCall, QKCall
 
 FP64_ERROR = 1e-14
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2, against float64
@@ -181,6 +184,36 @@ def test_qk_norm_rope_is_the_reference(per_head: bool, weighted: bool, table_dty
     ]
     wrt = [*given, *(w for w in weights if w is not None)]
     for a, b in zip([*actual, *gradients(list(actual), wrt)], [*expected, *gradients(expected, wrt)]):
+        assert error(a, b) <= FP64_ERROR
+
+
+class NumCalls(TorchDispatchMode):
+    """Counts the calls of library ops."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("period", [1, 8])
+def test_a_table_of_few_rows_takes_hardly_more_calls_than_one_of_all(period: int) -> None:
+    """Attention over time has the angles of its frames again at every place."""
+    x, weight = leaf(1000, 1152, dtype=torch.float64, seed=0), leaf(72, dtype=torch.float64, seed=1)
+    angles = leaf(period, 36, dtype=torch.float64, seed=2).detach()
+    calls = []
+    for table in (angles, angles.repeat(1000 // period, 1)):
+        with NumCalls() as counter, torch.no_grad():
+            settings = table.cos(), table.sin(), 72, True
+            _, _, *rstd = cpu.forward(QKCall(x, x, weight, weight, *settings, 1e-6, x.dtype))
+            cpu.backward(QKBackwardCall(x, x, x, x, weight, weight, *settings[:2], *rstd, *settings[2:]))
+        calls.append(counter.calls)
+    assert calls[0] <= calls[1] + 8, "cos and sin are repeated for q and for k, both ways"
+    tables = angles.cos(), angles.sin()
+    actual, _ = qk_norm_rope(x, x, weight, weight, *tables, head_dim=72, per_head=True)
+    expected = qk_reference.qk_norm_rope(x, weight, *tables, head_dim=72, per_head=True)
+    for a, b in zip([actual, *gradients([actual], [x, weight])], [expected, *gradients([expected], [x, weight])]):
         assert error(a, b) <= FP64_ERROR
 
 

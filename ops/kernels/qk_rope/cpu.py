@@ -11,6 +11,8 @@ from ops.kernels.base.blocks import BLOCK_ELEMENTS
 from ops.kernels.base.dtypes import compute_dtype
 from ops.kernels.qk_rope.reference import QKBackwardCall, QKCall
 
+_DEVICE_ELEMENTS = 2**23  # of a block on a GPU, which takes longer to launch a smaller one than to compute it
+
 
 def forward(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised and rotated q and k [N, D]; rstd of each [N, groups], groups = heads if per_head else 1."""
@@ -42,7 +44,8 @@ def _qk_fwd(
     y = torch.empty(num_rows, width, dtype=out_dtype, device=x.device)
     groups = width // head_dim if per_head else 1
     rstd = torch.empty(num_rows, groups, dtype=dtype, device=x.device)
-    for lo, hi, table in _table_blocks(num_rows, width, cos):
+    cos, sin = _repeated(cos, x), _repeated(sin, x)
+    for lo, hi, table in _table_blocks(x, cos):
         x_NGE = x[lo:hi].to(dtype).unflatten(-1, (groups, -1))
         rstd[lo:hi] = torch.rsqrt(x_NGE.square().mean(-1) + eps)
         h = x_NGE * rstd[lo:hi, :, None]
@@ -68,7 +71,8 @@ def _qk_bwd(
     groups = width // head_dim if per_head else 1
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     dweight = torch.zeros(head_dim if per_head else width, dtype=dtype, device=x.device)
-    for lo, hi, table in _table_blocks(num_rows, width, cos):
+    cos, sin = _repeated(cos, x), _repeated(sin, x)
+    for lo, hi, table in _table_blocks(x, cos):
         grad = dy[lo:hi].to(dtype)
         if cos is not None and sin is not None:  # the inverse rotation
             grad = rotate(grad.unflatten(-1, (-1, head_dim)), cos[table].to(dtype), -sin[table].to(dtype)).flatten(-2)
@@ -87,11 +91,24 @@ def rotate(h_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def _table_blocks(num_rows: int, width: int, cos: Tensor | None) -> Iterator[tuple[int, int, slice]]:
+def _repeated(table: Tensor | None, x: Tensor) -> Tensor | None:
+    """A table that is shorter than a block (frames, for attention over time), as often as a block has room for it."""
+    if table is None:
+        return None
+    times = min(_block_rows(x), x.shape[0]) // max(table.shape[0], 1)
+    return table.repeat(times, 1) if times > 1 else table
+
+
+def _table_blocks(x: Tensor, cos: Tensor | None) -> Iterator[tuple[int, int, slice]]:
     """(first row, end, rows of the RoPE table) of blocks that do not cross a repetition of the table."""
+    num_rows, step = x.shape[0], _block_rows(x)
     period = num_rows if cos is None else cos.shape[0]
-    step = max(BLOCK_ELEMENTS // width, 1)
     for start in range(0, num_rows, max(period, 1)):
-        for lo in range(0, period, step):
-            hi = min(lo + step, period)
-            yield start + lo, start + hi, slice(lo, hi)
+        end = min(start + period, num_rows)
+        for lo in range(start, end, step):
+            hi = min(lo + step, end)
+            yield lo, hi, slice(lo - start, hi - start)
+
+
+def _block_rows(x: Tensor) -> int:
+    return max((BLOCK_ELEMENTS if x.device.type == "cpu" else _DEVICE_ELEMENTS) // x.shape[1], 1)
