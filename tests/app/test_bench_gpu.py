@@ -113,6 +113,16 @@ def test_a_second_call_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert [line.good for line in read_lines(tmp_path)] == [True, True, True], "the last line of a name counts"
 
 
+def test_what_was_left_out_is_measured_once_it_can_be(tmp_path: Path) -> None:
+    run([Fake(name="a"), Fake(name="b", reason="No package.")], tmp_path)
+    written = (tmp_path / FILE).read_text()
+    assert run([Fake(name="a"), Fake(name="b", reason="No package.")], tmp_path).lines == ()
+    assert (tmp_path / FILE).read_text() == written, "the same reason stands there already"
+    assert [line.left_out for line in run([Fake(name="b", reason="No memory.")], tmp_path).lines] == ["No memory."]
+    assert [line.good for line in run([Fake(name="a"), Fake(name="b")], tmp_path).lines] == [True]
+    assert [line.good for line in read_lines(tmp_path)] == [True, True]
+
+
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     run([Fake(name="a"), Fake(name="b")], tmp_path)
     path = tmp_path / FILE

@@ -72,7 +72,8 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
     assert found["together"]["right"] is True and found["together"]["adds"] == "exactly"
     times = {"GB/s of a sum", "seconds of a cancel", "seconds until the device is free"}
     assert times < found["together"].keys(), "one of its processes died, and the others ended"
-    again = run_all(catalogue(PLACE), PLACE, tmp_path / "out", lines[0].facts, Budget(began=time.time(), seconds=60))
+    measured_here = [one for one in catalogue(PLACE) if not one.name.startswith("vae.")]  # Diffusers may be installed
+    again = run_all(measured_here, PLACE, tmp_path / "out", lines[0].facts, Budget(began=time.time(), seconds=60))
     assert again.lines == again.skipped == ()
 
 

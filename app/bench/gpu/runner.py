@@ -58,7 +58,8 @@ def run_all(
     say: Callable[[str], None] = print,
     retry: bool = False,
 ) -> Round:
-    """Everything that `folder` does not hold yet (with `retry`: or holds as failed), in the order given.
+    """Everything that `folder` does not hold yet (with `retry`: or holds as failed), in the order given. What was left
+    out is asked again: a package may have come, or memory.
 
     Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
     """
@@ -67,13 +68,16 @@ def run_all(
     if lost := end_mark(folder):
         append_line(folder, _died(lost, facts))
         before = read_lines(folder)
-    done = {line.name for line in before if line.error is None or not retry}
+    left_out = {line.name: line.left_out for line in before if line.left_out}
+    done = {line.name for line in before if line.good or (line.error and not retry)}
     missing = [one for one in measurements if one.name not in done]
     new: list[ResultLine] = []
     skipped: list[str] = []
     dead = False
     for one in missing:
         line = _left_out(one, place, facts)
+        if line is not None and line.left_out and line.left_out == left_out.get(one.name):
+            continue  # as it stands there
         if line is None and expected_seconds(one, place) > budget.left():
             skipped.append(one.name)
             continue
