@@ -74,6 +74,16 @@ def test_a_table_has_what_was_measured_of_self_attention() -> None:
     )
 
 
+def test_a_table_is_of_the_newest_torch_alone() -> None:
+    newer = replace(FACTS, torch="2.14")
+    lines = [
+        replace(line("attention.flash.one-32760", figures=both(128, 8000.0, 20000.0)), facts=newer, at="2026-02-01"),
+        replace(line("attention.cudnn.one-32760", figures=both(128, 7000.0, 20000.0)), at="2026-01-01"),
+    ]
+    found = table_of(lines)
+    assert found is not None and (found.torch, [row.backend for row in found.rows]) == ("2.14", ["flash"])
+
+
 def test_results_without_attention_make_no_table(tmp_path: Path) -> None:
     write_table([line("ceilings", figures={"copy": 1.0})], tmp_path)
     assert not list(tmp_path.iterdir()) and table_of([]) is None

@@ -169,6 +169,19 @@ def test_results_of_two_devices_do_not_mix(tmp_path: Path) -> None:
             run_all([Fake(name="b")], PLACE, tmp_path, facts, budget(60), lambda text: None)
 
 
+def test_results_of_another_torch_are_measured_again_and_told_until_then(tmp_path: Path) -> None:
+    run([Fake(name="a"), Fake(name="b")], tmp_path)
+    newer = replace(FACTS, torch="2.14", command="again")
+    fakes = [Fake(name="a"), Fake(name="b", estimate_s=500)]
+    done = run_all(fakes, PLACE, tmp_path, newer, budget(60), lambda text: None)
+    assert [line.name for line in done.lines] == ["a"] and done.skipped == ("b",)
+    text = (tmp_path / runner.REPORT).read_text()
+    assert "\ntorch 2.14, triton 3, CUDA 13, Python 3; commit abc; `again`; " in text
+    assert "\nStill by torch 2, triton 3, CUDA 13: b.\n" in text
+    run_all([Fake(name="b")], PLACE, tmp_path, newer, budget(60), lambda text: None)
+    assert "Still by" not in (tmp_path / runner.REPORT).read_text()
+
+
 def test_a_dead_device_ends_the_process_s_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_answers", lambda place: False)
     done = run([Fake(name="a"), Fake(name="b", error=OOM), Fake(name="c")], tmp_path)

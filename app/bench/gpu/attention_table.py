@@ -22,9 +22,10 @@ def write_table(lines: Iterable[ResultLine], folder: Path) -> None:
 
 
 def table_of(lines: Iterable[ResultLine]) -> AttentionTable | None:
-    """What the lines of one device say of self-attention; None if nothing."""
+    """What the lines of one device say of self-attention, those of the newest versions; None if nothing."""
     measured = {one.name: one for one in measurements()}
-    good = [line for line in lines if line.good and line.name in measured]
+    good = sorted((line for line in lines if line.good and line.name in measured), key=lambda line: line.at)
+    good = [line for line in good if line.facts.versions == good[-1].facts.versions]
     rows = tuple(row for line in good for row in _rows(line, measured[line.name]))
     if not rows:
         return None

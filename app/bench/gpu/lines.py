@@ -27,6 +27,11 @@ class Facts:
     command: str
     rehearsal: bool
 
+    @property
+    def versions(self) -> str:
+        """Of what computes, for a person: figures of others are not those of these."""
+        return f"torch {self.torch}, triton {self.triton}, CUDA {self.cuda or 'none'}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResultLine:

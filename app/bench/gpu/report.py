@@ -22,16 +22,25 @@ def report(lines: Sequence[ResultLine], skipped: Sequence[str]) -> str:
 def _heading(lines: Sequence[ResultLine]) -> list[str]:
     if not lines:
         return ["# Figures of one device", "", "Nothing was measured."]
-    facts = lines[-1].facts
+    in_time = sorted(lines, key=lambda line: line.at)
+    facts = in_time[-1].facts
     commits = sorted({line.facts.commit or "no git" for line in lines})
     kind = ["", "**A rehearsal**: small shapes on the CPU. It shows that the programme runs; no figure means anything."]
     return [
         f"# Figures of {facts.device}",
         "",
-        f"torch {facts.torch}, triton {facts.triton}, CUDA {facts.cuda or 'none'}, Python {facts.python}; "
-        f"commit {', '.join(commits)}; `{facts.command}`; {lines[0].at} to {lines[-1].at}.",
+        f"{facts.versions}, Python {facts.python}; commit {', '.join(commits)}; `{facts.command}`; {in_time[0].at} to "
+        f"{in_time[-1].at}.",
+        *_older(lines, facts.versions),
         *(kind if facts.rehearsal else []),
     ]
+
+
+def _older(lines: Sequence[ResultLine], newest: str) -> list[str]:
+    """Which figures are not of the newest versions: the same command measures them again as it has time."""
+    older = sorted({line.facts.versions for line in lines} - {newest})
+    names = {one: ", ".join(line.name for line in lines if line.facts.versions == one) for one in older}
+    return [text for one in older for text in ("", f"Still by {one}: {names[one]}.")]
 
 
 def _targets(lines: Sequence[ResultLine]) -> list[str]:

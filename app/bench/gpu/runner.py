@@ -58,8 +58,8 @@ def run_all(
     say: Callable[[str], None] = print,
     retry: bool = False,
 ) -> Round:
-    """Everything that `folder` does not hold yet (with `retry`: or holds as failed), in the order given. What was left
-    out is asked again: a package may have come, or memory.
+    """Everything that `folder` does not hold yet by these versions (with `retry`: or holds as failed), in the order
+    given. What was left out is asked again: a package may have come, or memory.
 
     Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
     """
@@ -69,7 +69,8 @@ def run_all(
         append_line(folder, _died(lost, facts))
         before = read_lines(folder)
     left_out = {line.name: line.left_out for line in before if line.left_out}
-    done = {line.name for line in before if line.good or (line.error and not retry)}
+    ours = [line for line in before if line.facts.versions == facts.versions]
+    done = {line.name for line in ours if line.good or (line.error and not retry)}
     missing = [one for one in measurements if one.name not in done]
     new: list[ResultLine] = []
     skipped: list[str] = []
@@ -190,4 +191,4 @@ def _said(line: ResultLine, budget: Budget) -> str:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
