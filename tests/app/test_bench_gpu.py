@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,8 +78,6 @@ class Fake:
 
 
 def budget(seconds: float) -> Budget:
-    import time
-
     return Budget(began=time.time(), seconds=seconds)
 
 
@@ -188,6 +187,20 @@ def test_a_dead_device_ends_the_process_s_part(tmp_path: Path, monkeypatch: pyte
     assert done.dead and [line.name for line in done.lines] == ["a", "b"]
 
 
+def test_what_is_retried_when_the_device_dies_is_retried_by_the_fresh_process(tmp_path: Path) -> None:
+    names = ("a", "b", "c")
+    run([Fake(name=name, error=OOM) for name in names], tmp_path)
+    one_call = budget(600)
+    time.sleep(0.002)  # lines have milliseconds
+    fakes = [Fake(name="a", error=OOM), Fake(name="b"), Fake(name="c")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_answers", lambda place: False)
+        done = run_all(fakes, PLACE, tmp_path, FACTS, one_call, lambda text: None, retry=True)
+    assert done.dead and [line.name for line in done.lines] == ["a"]
+    done = run_all(fakes, PLACE, tmp_path, FACTS, one_call, lambda text: None, retry=True)
+    assert [line.name for line in done.lines] == ["b", "c"], "a has failed in this call already"
+
+
 def test_a_fresh_process_goes_on_where_the_device_died(tmp_path: Path) -> None:
     code = f"""
 import os
@@ -201,7 +214,7 @@ command.main(["--rehearse", "--retry", "--minutes", "9", "--out", {str(tmp_path)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 7, done.stderr
     (following,) = [text for text in done.stdout.splitlines() if text.startswith("NEXT")]
-    asked = f"NEXT -m app.bench.gpu --rehearse --minutes 9 --out {tmp_path} --began "
+    asked = f"NEXT -m app.bench.gpu --rehearse --retry --minutes 9 --out {tmp_path} --began "
     assert following.startswith(asked) and following.endswith(" --restarts 1")
     assert [line.name for line in read_lines(tmp_path)] == ["a"]
 

@@ -95,8 +95,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     done = run_all(wanted, place, folder, facts, budget, _say, options.retry)
     if done.dead and options.restarts < MOST_RESTARTS:
         _say("the device answers this process no more; a fresh one goes on.")
-        # the failed measurement has its line, so it is not run again
-        again = _without([one for one in arguments if one != "--retry"])
+        again = _without(arguments)  # also --retry: what has failed since this began is not run again
         extra = ["--began", repr(options.began), "--restarts", str(options.restarts + 1)]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "app.bench.gpu", *again, *extra])

@@ -90,12 +90,14 @@ def begin_mark(folder: Path, name: str) -> None:
     (folder / RUNNING).write_text(name, encoding="utf-8")
 
 
-def end_mark(folder: Path) -> str | None:
-    """Remove the note and return what it said, if there was one."""
+def end_mark(folder: Path) -> tuple[str, float] | None:
+    """Remove the note and return what it said and when it was written, if there was one."""
     path = folder / RUNNING
-    name = path.read_text(encoding="utf-8").strip() if path.is_file() else None
-    path.unlink(missing_ok=True)
-    return name or None
+    if not path.is_file():
+        return None
+    name, began = path.read_text(encoding="utf-8").strip(), path.stat().st_mtime
+    path.unlink()
+    return (name, began) if name else None
 
 
 def good_figures(lines: Iterable[ResultLine]) -> dict[str, NamedFigures]:

@@ -58,19 +58,20 @@ def run_all(
     say: Callable[[str], None] = print,
     retry: bool = False,
 ) -> Round:
-    """Everything that `folder` does not hold yet by these versions (with `retry`: or holds as failed), in the order
-    given. What was left out is asked again: a package may have come, or memory.
+    """Everything that `folder` does not hold yet by these versions (with `retry`: or holds as failed before the budget
+    began), in the order given. What was left out is asked again: a package may have come, or memory.
 
     Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
     """
     before = read_lines(folder)
     _check_same_device(before, facts, folder)
     if lost := end_mark(folder):
-        append_line(folder, _died(lost, facts))
+        append_line(folder, _died(*lost, facts))
         before = read_lines(folder)
     left_out = {line.name: line.left_out for line in before if line.left_out}
     ours = [line for line in before if line.facts.versions == facts.versions]
-    done = {line.name for line in ours if line.good or (line.error and not retry)}
+    since = budget.began if retry else 0.0
+    done = {line.name for line in ours if line.good or (line.error and _time(line) >= since)}
     missing = [one for one in measurements if one.name not in done]
     new: list[ResultLine] = []
     skipped: list[str] = []
@@ -121,10 +122,10 @@ def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> Res
     )
 
 
-def _died(name: str, facts: Facts) -> ResultLine:
+def _died(name: str, began: float, facts: Facts) -> ResultLine:
     """The line of a measurement during which the process died: it would die again, and what follows would never run."""
     error = "the process died or was stopped while this ran; --retry measures it again."
-    return ResultLine(name=name, facts=facts, at=_now(), seconds=0.0, error=error)
+    return ResultLine(name=name, facts=facts, at=_text(began), seconds=0.0, error=error)
 
 
 def _left_out(one: Measurement, place: Place, facts: Facts) -> ResultLine | None:
@@ -191,4 +192,12 @@ def _said(line: ResultLine, budget: Budget) -> str:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return _text(time.time())
+
+
+def _text(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")
+
+
+def _time(line: ResultLine) -> float:
+    return datetime.fromisoformat(line.at).timestamp()
