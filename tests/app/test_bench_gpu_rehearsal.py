@@ -69,6 +69,8 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(target.what in text for target in TARGETS) and "A rehearsal" in text
     found = {line.name: line.figures for line in lines}
+    assert {"bf16 output", "fp16 gradient", "table gradient from fp16"} < found["kernels.qk_norm_rope"].keys()
+    assert found["kernels.noise"]["numbers that differ"] == 0
     assert found["together"]["right"] is True and found["together"]["adds"] == "exactly"
     times = {"GB/s of a sum", "seconds of a cancel", "seconds until the device is free"}
     assert times < found["together"].keys(), "one of its processes died, and the others ended"

@@ -1,4 +1,4 @@
-"""Triton kernels at the widths of real models against float64, forward and backward."""
+"""Triton kernels at the widths of real models against float64, forward and backward; noise against the CPU's."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import torch
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
 from app.bench.ops_inputs import inputs_of
+from ops.flow.noise import NoiseKey, normal
 from ops.kernels.base import backend
 from ops.kernels.base.interpreter import interpreting, round_bf16_like_hardware
 from ops.kernels.base.measured import OpCase, Outputs, RowLayout
 from ops.kernels.base.segments import Segments
 from ops.kernels.folders import cases
 
-# Relative L2 to float64. Rounding to bf16 costs 1.67e-3; sums in fp32 over thousands of rows lose a little.
-FP32, FP32_SUM, BF16, SUM_FROM_BF16 = 5e-6, 2e-5, 2.0e-3, 2e-5
+# Relative L2 to float64. Rounding to bf16 costs 1.67e-3, to fp16 an eighth of that; sums in fp32 over thousands of rows
+# lose a little.
+FP32, FP32_SUM, BF16, FP16, SUM_FROM_HALF = 5e-6, 2e-5, 2.0e-3, 3e-4, 2e-5
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WIDTHS = {  # of Wan and HunyuanVideo; then of Latte and CogVideoX-2B, whose last chunk is masked
+    **dict.fromkeys((1536, 3072, 5120), ("bf16", "fp32")),
+    **dict.fromkeys((1152, 1920), ("bf16", "fp16")),
+}
+SMALL_WIDTHS = {128: ("bf16", "fp16")}
+LAST_BIT = 2e-7  # by which two libraries' logarithms may round another way, one number in some 10^8
+ROUNDED_APART = 1e-6  # of the numbers at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelsCheck:
-    """One op over all widths and both dtypes; the figures are worst errors."""
+    """One op over all widths and their dtypes; the figures are worst errors."""
 
     op: str
-    estimate_s: float = 15.0
+    estimate_s: float = 20.0
 
     @property
     def name(self) -> str:
@@ -36,29 +46,58 @@ class KernelsCheck:
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         if place.device.type == "cpu":
             round_bf16_like_hardware()
-        widths = place.pick((1536, 3072, 5120), (128,))
         lengths = place.pick((1311, 0, 1, 777, 2005, 2), (3, 0, 1, 2))
         case, layout = cases()[self.op], RowLayout(name="packed", lengths=lengths)
         worst: dict[str, float] = {}
         repeatable = True
         with triton_only():
-            for width in widths:
-                for dtype in (torch.bfloat16, torch.float32):
+            for width, dtypes in place.pick(WIDTHS, SMALL_WIDTHS).items():
+                for dtype in dtypes:
                     repeatable &= _compare(case, layout, width, dtype, place.device, worst)
         right = all(error <= LIMITS[kind] for kind, error in worst.items())
         return {"right": right and repeatable, "same bits twice": repeatable, **worst}
 
 
-def measurements() -> list[KernelsCheck]:
-    return [KernelsCheck(op=op) for op in cases()]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseCheck:
+    """The kernel that draws noise: its numbers are those of the CPU, also from a place that 32 bits do not hold."""
+
+    name: str = "kernels.noise"
+    estimate_s: float = 5.0
+
+    def why_not(self, place: Place) -> str | None:
+        return without_kernels(place)
+
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
+        from ops.flow.noise_kernel import NUMBERS, fill  # Triton reads how it runs when it is imported
+
+        count, off, near = place.pick(2**20, 130), 0, True
+        for start in (0, 2**40 + 1):
+            key = NoiseKey.of(1, 2, "sample")
+            ours = fill(key.low, key.high, start, count, place.device).cpu()
+            theirs = normal(key, start * NUMBERS, count * NUMBERS)
+            off += int((ours != theirs).sum())
+            near &= torch.allclose(ours, theirs, rtol=LAST_BIT, atol=0)
+        return {
+            "right": near and off <= ROUNDED_APART * 2 * count * NUMBERS,
+            "numbers": 2 * count * NUMBERS,
+            "numbers that differ": off,
+        }
+
+
+def measurements() -> list[KernelsCheck | NoiseCheck]:
+    return [*(KernelsCheck(op=op) for op in cases()), NoiseCheck()]
 
 
 LIMITS = {
     "bf16 output": BF16,
     "bf16 gradient": BF16,
+    "fp16 output": FP16,
+    "fp16 gradient": FP16,
     "fp32 output": FP32,
     "fp32 gradient": FP32,
-    "table gradient from bf16": SUM_FROM_BF16,
+    "table gradient from bf16": SUM_FROM_HALF,
+    "table gradient from fp16": SUM_FROM_HALF,
     "table gradient from fp32": FP32_SUM,
 }
 
@@ -78,11 +117,11 @@ def triton_only() -> AbstractContextManager[None]:
 
 
 def _compare(
-    case: OpCase, layout: RowLayout, width: int, dtype: torch.dtype, device: torch.device, worst: dict[str, float]
+    case: OpCase, layout: RowLayout, width: int, dtype: str, device: torch.device, worst: dict[str, float]
 ) -> bool:
     """Raise the worst errors; whether a second run gives the same bits. Tables and the residual stream are fp32."""
     segments = Segments.packed(layout.lengths, device=device)
-    given = inputs_of(case.inputs, layout, width, device, dtype, wide=torch.float32)
+    given = inputs_of(case.inputs, layout, width, device, DTYPES[dtype], wide=torch.float32)
     if not backend.use_kernels(next(iter(given.values()))):
         raise RuntimeError(f"the Triton kernels do not take {layout.lengths} x {width} in {dtype}; the log says why.")
     leaves = [given[name] for name in case.differentiable]
@@ -97,12 +136,12 @@ def _compare(
     wanted_gradients = torch.autograd.grad(
         exact, [wanted[name] for name in case.differentiable], [c.double() for c in cotangents]
     )
-    low = "bf16" if dtype == torch.bfloat16 else "fp32"
     for ours, theirs in zip(outputs, exact, strict=True):
-        _raise(worst, f"{low} output", relative_error(ours, theirs))
+        _raise(worst, f"{dtype} output", relative_error(ours, theirs))
     for name, ours, theirs in zip(case.differentiable, gradients, wanted_gradients, strict=True):
         of_tokens = case.inputs[name] in ("tokens", "stream")
-        _raise(worst, f"{low} gradient" if of_tokens else f"table gradient from {low}", relative_error(ours, theirs))
+        kind = f"{dtype} gradient" if of_tokens else f"table gradient from {dtype}"
+        _raise(worst, kind, relative_error(ours, theirs))
     return same
 
 
