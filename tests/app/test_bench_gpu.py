@@ -309,7 +309,7 @@ def test_targets_are_met_missed_or_open_by_the_worst_figure() -> None:
         line("ops.norm.d1536.n8192", **{of_copy: 0.10}),  # no share is promised for short packs
         line("step.wan-1.3b.as-trained", **{"MFU": 0.40, "idle share": 0.01}),
         line("step.wan-1.3b.compiled-blocks", **{"MFU": 0.47, "idle share": 0.5}),
-        line("kernels.a", right=True),
+        line("kernels.gate_residual", right=True),
     ]
     share, idle, open_one = (verdict(lines, what) for what in ("fused ops forward, share", "idle share", "14B block"))
     assert share == ("90%", "**no**", "ops.norm.d1536.n32768, packed/forward/fused of copy")
@@ -318,12 +318,22 @@ def test_targets_are_met_missed_or_open_by_the_worst_figure() -> None:
     assert verdict(lines, "Wan2.1-1.3B step") == ("47%", "yes", "step.wan-1.3b.compiled-blocks, MFU"), (
         "the best setting"
     )
-    assert verdict(lines, "all kernels") == ("1", "yes", "kernels.a, right")
-    broken = replace(line("kernels.b"), error="illegal memory access")
-    assert verdict([*lines, broken], "all kernels") == ("0", "**no**", "kernels.b, right"), "a failure is not right"
+    of_all = f" of {len(chosen(catalogue(PLACE), ['kernels.']))}"
+    assert verdict(lines, "all kernels") == ("1", "open", f"kernels.gate_residual, right; 1{of_all}")
+    broken = replace(line("kernels.noise"), error="illegal memory access")
+    answer = ("0", "**no**", f"kernels.noise, right; 2{of_all}")
+    assert verdict([*lines, broken], "all kernels") == answer, "a failure is not right"
     assert len(judged(lines)) == len(TARGETS)
     text = report(lines, ["step.x"])
     assert "commit abc" in text and "`bench`" in text and "## No time for" in text
+
+
+def test_a_target_of_all_is_met_by_all_that_this_device_can_measure() -> None:
+    *those, last = [one.name for one in chosen(catalogue(PLACE), ["attention-right."])]
+    lines = [line(name, right=True) for name in those]
+    assert verdict(lines, "all attention")[1:] == ("open", f"{those[0]}, right; {len(those)} of {len(those) + 1}")
+    lines.append(replace(line(last), left_out="needs the package"))
+    assert verdict(lines, "all attention")[1:] == ("yes", f"{those[0]}, right; {len(those)} of {len(those) + 1}")
 
 
 def verdict(lines: list[ResultLine], what: str) -> tuple[str, str, str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
+import torch
+
+from app.bench.gpu.catalogue import catalogue
 from app.bench.gpu.lines import ResultLine
-from app.bench.gpu.measurement import Figure
+from app.bench.gpu.measurement import Figure, Place
 from app.bench.gpu.targets import judged
 from app.bench.markdown import markdown_table
 
@@ -48,10 +52,20 @@ def _targets(lines: Sequence[ResultLine]) -> list[str]:
     for target, found in judged(lines):
         if found is None:
             rows.append((target.what, target.wanted(), "-", "open", ""))
-        else:
-            answer = "yes" if target.met(found) else "**no**"
-            rows.append((target.what, target.wanted(), f"{found.value:{target.form}}", answer, found.where))
+            continue
+        wanted = {name for name in _names(lines[0].facts.rehearsal) if target.of_all(name)}
+        measured = wanted & {line.name for line in lines if not line.left_out}
+        open_still = wanted - {line.name for line in lines}
+        answer = "**no**" if not target.met(found) else "open" if open_still else "yes"
+        where = f"{found.where}; {len(measured)} of {len(wanted)}" if wanted else found.where
+        rows.append((target.what, target.wanted(), f"{found.value:{target.form}}", answer, where))
     return ["## Targets", "", markdown_table(("figure", "target", "measured", "met", "by"), rows)]
+
+
+@cache
+def _names(rehearsal: bool) -> list[str]:
+    """Of all measurements that there are."""
+    return [one.name for one in catalogue(Place(device=torch.device("cpu"), rehearse=rehearsal))]
 
 
 def _figures(lines: Iterable[ResultLine]) -> list[str]:

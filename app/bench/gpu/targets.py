@@ -21,13 +21,15 @@ class DecidingFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """`worst` picks the value that decides, None where nothing was measured. `least`: the goal is a floor."""
+    """`worst` picks the value that decides, None where nothing was measured. `least`: the goal is a floor. `of_all`:
+    which measurements, by their names, have to be there before it is met."""
 
     what: str
     goal: float
     least: bool
     form: str
     worst: Callable[[Earlier], DecidingFigure | None]
+    of_all: Callable[[str], bool] = lambda name: False
 
     def wanted(self) -> str:
         return f"{'>=' if self.least else '<='} {self.goal:{self.form}}"
@@ -87,6 +89,14 @@ def _ends(end: str) -> Callable[[str], bool]:
     return lambda name: name.endswith(end)
 
 
+def _begins(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
+
+
+def _fetched(name: str) -> bool:
+    return name.startswith("lora.") or name.endswith(".fetched-blocks")
+
+
 def _long(name: str) -> bool:
     """Whether an op was measured at a length from which shares are promised: its name ends with n<tokens>."""
     return int(name.rpartition(".n")[2]) >= 0.99 * LONG
@@ -99,6 +109,7 @@ TARGETS = (
         least=True,
         form=".0f",
         worst=_least("kernels.", _is("right")),
+        of_all=_begins("kernels."),
     ),
     Target(
         what="all attention backends within rounding of float64",
@@ -106,6 +117,7 @@ TARGETS = (
         least=True,
         form=".0f",
         worst=_least("attention-right.", _is("right")),
+        of_all=_begins("attention-right."),
     ),
     Target(
         what="packed DiT in bf16 like its fp32 self",
@@ -113,6 +125,7 @@ TARGETS = (
         least=True,
         form=".0f",
         worst=_least("dit-right.", _is("right")),
+        of_all=_begins("dit-right."),
     ),
     Target(
         what="fused ops forward, share of copy at N >= 32k (moonshot 96 %)",
@@ -196,7 +209,8 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("", _is("right"), lambda name: name.startswith("lora.") or name.endswith(".fetched-blocks")),
+        worst=_least("", _is("right"), _fetched),
+        of_all=_fetched,
     ),
     Target(
         what="gradients of passes by CUDA graphs as of passes that are as written",
@@ -204,6 +218,7 @@ TARGETS = (
         least=True,
         form=".0f",
         worst=_least("graphs.", _is("right")),
+        of_all=_begins("graphs."),
     ),
     Target(
         what="a snapshot that is copied beside compute has the numbers of its state",
