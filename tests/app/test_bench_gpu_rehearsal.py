@@ -71,6 +71,8 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
     found = {line.name: line.figures for line in lines}
     assert {"bf16 output", "fp16 gradient", "table gradient from fp16"} < found["kernels.qk_norm_rope"].keys()
     assert found["kernels.noise"]["numbers that differ"] == 0
+    compiled = found["step.wan-1.3b.compiled-blocks"]
+    assert compiled["right"] is True and compiled["codes after the first"] == 0
     assert found["together"]["right"] is True and found["together"]["adds"] == "exactly"
     times = {"GB/s of a sum", "seconds of a cancel", "seconds until the device is free"}
     assert times < found["together"].keys(), "one of its processes died, and the others ended"

@@ -97,6 +97,10 @@ def _fetched(name: str) -> bool:
     return name.startswith("lora.") or name.endswith(".fetched-blocks")
 
 
+def _of_other_code(name: str) -> bool:
+    return name.endswith((".compiled-blocks", ".attention-kept"))
+
+
 def _long(name: str) -> bool:
     """Whether an op was measured at a length from which shares are promised: its name ends with n<tokens>."""
     return int(name.rpartition(".n")[2]) >= 0.99 * LONG
@@ -211,6 +215,21 @@ TARGETS = (
         form=".0f",
         worst=_least("", _is("right"), _fetched),
         of_all=_fetched,
+    ),
+    Target(
+        what="gradients of compiled blocks, and of attention that is kept, as of blocks as written",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("step.", _is("right"), _of_other_code),
+        of_all=lambda name: name.startswith("step.") and _of_other_code(name),
+    ),
+    Target(
+        what="blocks compiled again for packs of other lengths",
+        goal=0,
+        least=False,
+        form=".0f",
+        worst=_most("step.", _is("codes after the first")),
     ),
     Target(
         what="gradients of passes by CUDA graphs as of passes that are as written",

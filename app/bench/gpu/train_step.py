@@ -19,7 +19,17 @@ from app.bench.gpu.flops import step_flops
 from app.bench.gpu.idle import device_use
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.memory import blocks_that_fit, kept_bytes, step_bytes
-from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, PackedCall, build, small
+from app.bench.gpu.models import (
+    CLIP_480P81,
+    PICTURE_480P,
+    SHORT_480P17,
+    SMALL_CLIP,
+    WAN_1_3B,
+    WAN_14B,
+    PackedCall,
+    build,
+    small,
+)
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
 from ops.comm.collectives import Group
@@ -28,7 +38,7 @@ from ops.flow.train_pass import packed_loss
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
-from ops.packed.compiled_blocks import CompiledBlocks
+from ops.packed.compiled_blocks import CompiledBlocks, codes_made
 from ops.packed.packing import Sequence as PackedSequence
 from ops.update.engine import StepResult
 from ops.update.parameters import ParameterMemory
@@ -50,6 +60,11 @@ class StepSettings:
     compiled: bool = False
     fetched: bool = False  # weights lie in host memory, and blocks are fetched (train.memory.parameters: node)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the first gradient is held against that of a step as trained, which then runs, too."""
+        return self.keeps or self.compiled or self.fetched
+
 
 AS_TRAINED = StepSettings()
 SETTINGS = {
@@ -64,6 +79,10 @@ SETTINGS = {
 }
 LARGE = ("as-trained", "attention-kept", "compiled-blocks", "attention-flash", "without-fused-ops")  # of 14B blocks
 MODELS = {"wan-1.3b": WAN_1_3B, "wan-14b": WAN_14B}
+# what compiled code may be made for: one sample, which the clip has been, and several; and what it then has to serve
+SEVERAL, SMALL_SEVERAL = (SHORT_480P17, PICTURE_480P), (SMALL_CLIP,)  # a rehearsal has no time for more code
+SERVED = ((PICTURE_480P,), (PICTURE_480P,) * 3, (PICTURE_480P, SHORT_480P17))
+SMALL_SERVED = ((PackedSequence((1, 4, 6), 3),),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,23 +107,26 @@ class TrainStep:
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         settings = SETTINGS[self.setting]
         config = step_config(MODELS[self.model], settings, place)
-        expected = first_norm(config, place) if settings.fetched else None
+        expected = first_norm(config, place) if settings.is_checked else None
         if place.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(place.device)
         with fused_ops(settings.fused):
-            step, parameters = make_step(config, settings, place)
+            dit, sync = make_trained(config, settings, place)
+            step = clip_step(dit, sync, config, place)
             off = None if expected is None else abs(step().grad_norm / expected - 1)
             timing = place.seconds(step, place.pick(3, 1), warm_up=place.pick(2, 1))
             peak = place.peak_gib(step)
             idle = _idle(step, place)
+            codes = _codes(dit, sync, config, place) if settings.compiled else {}
         return {
             **({} if off is None else {"right": off < _NORM_ERROR, "gradient norm off by": off}),
             "blocks": config.num_layers,
-            "parameters": parameters,
+            "parameters": sync.total,
             "seconds": timing.seconds,
             "spread": timing.spread,
             **_shares(config, settings, place, timing.seconds, matmul_peak(earlier)),
             **idle,
+            **codes,
             **_memory(config, settings, place, peak),
         }
 
@@ -116,7 +138,7 @@ def measurements(model: str) -> list[TrainStep]:
         TrainStep(
             model=model,
             setting=setting,
-            estimate_s=seconds * (1.5 if settings.compiled or settings.fetched else 1.0),  # what is fetched runs twice
+            estimate_s=seconds * (1.5 if settings.is_checked else 1.0),
         )
         for setting, settings in SETTINGS.items()
         if model == "wan-1.3b" or setting in LARGE
@@ -140,18 +162,27 @@ def _idle(step: Callable[[], object], place: Place) -> dict[str, Figure]:
 
 def first_norm(config: DiTConfig, place: Place) -> float:
     """The norm of the gradient of the first step, with all weights on the device."""
-    step, _ = make_step(config, AS_TRAINED, place)
-    return step().grad_norm
+    return clip_step(*make_trained(config, AS_TRAINED, place), config, place)().grad_norm
 
 
-def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[Callable[[], StepResult], int]:
-    """A whole step as one call, and the number of its weights."""
-    dit, sync = make_trained(config, settings, place)
-    call = PackedCall.of(config, [place.pick(CLIP_480P81, SMALL_CLIP)], place.device, torch.bfloat16)
-    if settings.compiled:  # a rehearsal traces without making code, which needs a compiler
-        assert isinstance(dit, PackedTransformer)
-        dit.compiled = CompiledBlocks(dit.block_parts, place.pick("inductor", "aot_eager"))
-    return step_over(dit, sync, call), sync.total
+def clip_step(dit: PackedTransformer, sync: FlatSync, config: DiTConfig, place: Place) -> Callable[[], StepResult]:
+    """A whole step of one clip as one call."""
+    return step_over(
+        dit, sync, PackedCall.of(config, [place.pick(CLIP_480P81, SMALL_CLIP)], place.device, torch.bfloat16)
+    )
+
+
+def _codes(dit: PackedTransformer, sync: FlatSync, config: DiTConfig, place: Place) -> dict[str, Figure]:
+    """How often code was made for packs that code is there for, after steps of one sample and of several."""
+
+    def run(pack: Sequence[PackedSequence]) -> None:
+        step_over(dit, sync, PackedCall.of(config, list(pack), place.device, torch.bfloat16))()
+
+    run(place.pick(SEVERAL, SMALL_SEVERAL))
+    before = codes_made()
+    for pack in place.pick(SERVED, SMALL_SERVED):
+        run(pack)
+    return {"codes after the first": codes_made() - before}
 
 
 def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[PackedTransformer, FlatSync]:
@@ -159,6 +190,8 @@ def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tup
     torch.manual_seed(0)  # steps of one model are compared
     dit = build(config, place.device, torch.bfloat16).train()
     dit.keeps_attention = settings.keeps
+    if settings.compiled:  # a rehearsal traces without making code, which needs a compiler
+        dit.compiled = CompiledBlocks(dit.block_parts, place.pick("inductor", "aot_eager"))
     parameters: ParameterMemory = "node" if settings.fetched else "replicated"
     sync = FlatSync(dit, OptimizerConfig(), total_steps=1000, places=SyncPlaces(parameters=parameters))
     gc.collect()  # the weights that the flat vector replaced
