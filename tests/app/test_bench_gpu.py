@@ -405,6 +405,14 @@ def test_a_model_gets_the_blocks_that_the_device_holds(
         step_config(WAN_14B, AS_TRAINED, place)
 
 
+def test_what_needs_all_of_a_model_is_left_out_where_it_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(device=torch.device("cuda", 0), rehearse=False)
+    for gib, lacks in ((23.5, True), (39.4, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gib=gib: (gib * 2**30, gib * 2**30))
+        told = [one.why_not(place) for one in chosen(catalogue(place), ["graphs.", "worker."])]
+        assert [reason is not None for reason in told] == [lacks] * len(told) and len(told) > 5
+
+
 def test_moves_and_reads_are_counted_and_views_are_not() -> None:
     host = torch.ones(4, 2)
     with DispatchCounter() as counter:

@@ -36,6 +36,7 @@ from ops.models.base.config import DiTConfig
 # a clip, short ones, and pictures
 CASCADES = ((CLIP_480P81,), (SHORT_480P17,) * 4, (PICTURE_480P,) * 8, (PICTURE_480P,) * 8, (PICTURE_480P,))
 SMALL_CASCADES = ((SMALL_CLIP,), (SMALL_CLIP,) * 2)
+NEEDS_GIB = 38.0  # states of 1.3B and the clip's pass take 35
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class WorkerStep:
     estimate_s: float = 65.0
 
     def why_not(self, place: Place) -> str | None:
-        return None
+        return _without_room(place)
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
@@ -83,7 +84,7 @@ class PassesAlone:
     estimate_s: float = 30.0
 
     def why_not(self, place: Place) -> str | None:
-        return None
+        return _without_room(place)
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
@@ -93,6 +94,10 @@ class PassesAlone:
 
 def measurements() -> list[WorkerStep | PassesAlone]:
     return [WorkerStep(name="worker.wan-1.3b.graphs", by_graphs=True), WorkerStep(), PassesAlone()]
+
+
+def _without_room(place: Place) -> str | None:
+    return None if place.has_gib(NEEDS_GIB) else f"{NEEDS_GIB:g} GiB are not free: all of 1.3B is trained."
 
 
 class _Steps:

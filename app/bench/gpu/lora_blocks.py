@@ -39,7 +39,7 @@ class LoraBlocks:
     estimate_s: float
 
     def why_not(self, place: Place) -> str | None:
-        if place.rehearse or torch.cuda.mem_get_info(place.device)[0] > self.needs_gib * 2**30:
+        if place.has_gib(self.needs_gib):
             return None
         return f"{self.needs_gib:g} GiB are not free: weights are made in fp32, and a clip beside all of them compares"
 

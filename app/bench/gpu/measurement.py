@@ -47,6 +47,10 @@ class Place:
                 samples.append(time.perf_counter() - start)
         return Timing.of(samples)
 
+    def has_gib(self, needed: float) -> bool:
+        """Whether so much memory of the device is free; always so in a rehearsal."""
+        return self.rehearse or torch.cuda.mem_get_info(self.device)[0] > needed * 2**30
+
     def peak_gib(self, call: Callable[[], object]) -> float | None:
         """The allocator's peak during the call in GiB, including what was held before; None without a GPU."""
         if self.device.type != "cuda":
