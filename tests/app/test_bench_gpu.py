@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from app.bench.gpu.models import CLIP_480P81, HUNYUAN_13B, WAN_1_3B, WAN_14B, Pa
 from app.bench.gpu.report import report
 from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_all
 from app.bench.gpu.targets import TARGETS, judged
+from app.bench.gpu.timeline import DeviceEvent, timeline
 from app.bench.gpu.train_step import AS_TRAINED, step_config
 from app.bench.gpu.vae_speed import psnr
 from app.bench.timing import Closure, Timing
@@ -353,6 +355,27 @@ def test_idle_is_what_no_interval_covers() -> None:
     use = use_of([(0, 10), (5, 8), (20, 30), (30, 40)], copies=1)
     assert use.idle_share == pytest.approx(0.25) and use.longest_gap_s == pytest.approx(10e-9)
     assert (use.kernels, use.copies) == (3, 1) and use_of([]).idle_share == 1.0
+
+
+def test_a_timeline_says_what_a_stream_did_beside_the_others(tmp_path: Path) -> None:
+    def event(name: str, stream: int, begin: int, end: int) -> DeviceEvent:
+        return DeviceEvent(name=name, stream=stream, begin_ns=6000 + begin, end_ns=6000 + end)
+
+    events = [event("gemm", 7, 0, 3000), event("gemm", 7, 4000, 6000), event("Memcpy DtoH", 20, 2000, 4000)]
+    place = replace(PLACE, folder=tmp_path)
+    compute, copy = timeline(events, "copies", place).values()
+    assert compute == (
+        f"[{'#' * 30}{'.' * 10}{'#' * 20}] stream 7:  83.3% busy,  20% of it beside others, 2 kernels and copies, most "
+        "time in gemm"
+    )
+    assert str(copy).startswith(f"[{'.' * 20}{'#' * 20}{'.' * 20}] stream 20:  33.3% busy,  50% of it beside others")
+    (shown,) = [
+        one for one in json.loads((tmp_path / "timelines/copies.json").read_text())["traceEvents"] if one["tid"] == 20
+    ]
+    assert (shown["name"], shown["ph"], shown["ts"], shown["dur"]) == ("Memcpy DtoH", "X", 2.0, 2.0)
+    text = report([replace(line("copies"), figures={"right": True, **timeline(events, "copies", place)})], [])
+    assert "## Timelines\n" in text and f"copies:\n\n```\n{compute}\n{copy}\n```\n" in text
+    assert "| timeline" not in text and timeline([], "nothing", place) == {}
 
 
 @pytest.mark.parametrize("config", [WAN_1_3B, WAN_14B, HUNYUAN_13B], ids=lambda config: f"{config.dim} wide")

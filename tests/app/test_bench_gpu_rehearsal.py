@@ -68,6 +68,10 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
         )
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(target.what in text for target in TARGETS) and "A rehearsal" in text
+    drawn = {path.stem for path in (tmp_path / "out" / "timelines").iterdir()}
+    assert drawn > {"copies", "worker.wan-1.3b", "step.wan-1.3b.as-trained"} and all(
+        f"\n{name}:\n" in text for name in drawn
+    )
     found = {line.name: line.figures for line in lines}
     assert {"bf16 output", "fp16 gradient", "table gradient from fp16"} < found["kernels.qk_norm_rope"].keys()
     assert found["kernels.noise"]["numbers that differ"] == 0

@@ -6,7 +6,8 @@
     python -m app.bench.gpu --rehearse              # all of it, small, on the CPU
 
 Needs torch, triton, numpy, pyyaml and this tree; no Ray, no PyAV, no Diffusers (without it the VAE is left out). DIR
-gets results.jsonl, a line per measurement as it comes, and report.md with the targets.
+gets results.jsonl, a line per measurement as it comes, report.md with the targets and with what streams did beside
+each other, and timelines/ with the traces of that.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from app.bench.gpu.models import (
     build,
     small,
 )
+from app.bench.gpu.timeline import timeline, traced
 from app.bench.gpu.train_step import AS_TRAINED, make_trained
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops.comm.collectives import Group
@@ -67,11 +68,13 @@ class WorkerStep:
             "kept attention": steps.kept,
         }
         try:
-            use = device_use(steps.twice, place)
+            events = traced(steps.twice, place)
         except RuntimeError as error:
             figures |= {"idle share": None, "profiler": str(error)}
         else:
+            use = device_use(events)
             figures |= {"idle share": use.idle_share, "longest gap ms": 1e3 * use.longest_gap_s}
+            figures |= timeline(events, self.name, place)
         worker.leave()
         return figures
 

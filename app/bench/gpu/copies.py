@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.timeline import timeline_of
 from ops.shards import ARRAYS
 from ops.update.shard_export import CopyArrays, CopyAtOnce, CopyOnStream
 from ops.update.state_memory import StateMemory
@@ -65,6 +66,7 @@ class SnapshotCopies:
             beside.append(_until_compute_ends(compute_beside, place))
             wait()
         beside_s = sorted(beside)[len(beside) // 2]
+        shown = timeline_of(lambda: (compute_beside(), wait()), self.name, place)
         right = all(torch.equal(into[name], array.cpu()) for name, array in state.items())
         begin.release()
         return {
@@ -76,6 +78,7 @@ class SnapshotCopies:
             "compute beside seconds": beside_s,
             "slow-down of compute": beside_s / compute_s - 1,
             "seconds for 1.3B on one GPU": 16 * 1.419e9 / num_bytes * alone.seconds,
+            **shown,
         }
 
 

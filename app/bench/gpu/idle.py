@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
-from app.bench.gpu.measurement import Place
-
-Interval = tuple[int, int]  # begin and end in nanoseconds
+from app.bench.gpu.timeline import DeviceEvent, Interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,19 +18,10 @@ class DeviceUse:
     copies: int
 
 
-def device_use(call: Callable[[], object], place: Place) -> DeviceUse:
-    """Profile one call. On a CPU its ops stand for kernels, which checks only the arithmetic."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler greets on stderr otherwise
-    cuda = place.device.type == "cuda"
-    # the device's side only: tracing the host would slow it down and add gaps
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as traced:
-        call()
-        place.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    assert traced.profiler is not None and traced.profiler.kineto_results is not None
-    events = [e for e in traced.profiler.kineto_results.events() if e.device_type() == wanted and e.duration_ns() > 0]
-    copies = sum("memcpy" in e.name().lower() for e in events)
-    return use_of([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events], copies)
+def device_use(events: Iterable[DeviceEvent]) -> DeviceUse:
+    """On a CPU its ops stand for kernels, which checks only the arithmetic."""
+    events = list(events)
+    return use_of([(one.begin_ns, one.end_ns) for one in events], sum(one.is_copy for one in events))
 
 
 def use_of(intervals: Iterable[Interval], copies: int = 0) -> DeviceUse:

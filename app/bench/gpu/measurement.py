@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ class Place:
 
     device: torch.device
     rehearse: bool
+    folder: Path | None = None  # of the results; None: only figures are wanted
 
     def pick(self, real: T, small: T) -> T:
         """The size of the real run, or of the rehearsal."""

@@ -11,12 +11,13 @@ from app.bench.gpu.catalogue import catalogue
 from app.bench.gpu.lines import ResultLine
 from app.bench.gpu.measurement import Figure, Place
 from app.bench.gpu.targets import judged
+from app.bench.gpu.timeline import FOLDER, PREFIX
 from app.bench.markdown import markdown_table
 
 
 def report(lines: Sequence[ResultLine], skipped: Sequence[str]) -> str:
     """The report as Markdown. `skipped` are names for which the budget had no time."""
-    parts = [*_heading(lines), "", *_targets(lines), "", *_figures(lines)]
+    parts = [*_heading(lines), "", *_targets(lines), *_timelines(lines), "", *_figures(lines)]
     for title, rows in (("Failed", _failed(lines)), ("Left out", _left_out(lines)), ("No time for", skipped)):
         if rows:
             parts += ["", f"## {title}", "", *(f"- {row}" for row in rows)]
@@ -68,8 +69,23 @@ def _names(rehearsal: bool) -> list[str]:
     return [one.name for one in catalogue(Place(device=torch.device("cpu"), rehearse=rehearsal))]
 
 
+def _timelines(lines: Iterable[ResultLine]) -> list[str]:
+    """What streams did beside each other, a picture per measurement that was profiled."""
+    found = {line.name: [str(v) for name, v in line.figures.items() if name.startswith(PREFIX)] for line in lines}
+    parts = [part for name, rows in found.items() if rows for part in ("", f"{name}:", "", "```", *rows, "```")]
+    if not parts:
+        return []
+    told = f"A cell is a sixtieth of the time: `.` idle, `-` busy in part, `#` busy. Whole traces are in {FOLDER}/."
+    return ["", "## Timelines", "", told, *parts]
+
+
 def _figures(lines: Iterable[ResultLine]) -> list[str]:
-    rows = [(line.name, name, cell(value)) for line in lines for name, value in line.figures.items()]
+    rows = [
+        (line.name, name, cell(value))
+        for line in lines
+        for name, value in line.figures.items()
+        if not name.startswith(PREFIX)
+    ]
     return ["## Every figure", "", markdown_table(("measurement", "figure", "value"), rows)]
 
 

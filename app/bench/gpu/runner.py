@@ -6,7 +6,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from app.bench.gpu.attention_table import write_table
 from app.bench.gpu.lines import Facts, ResultLine, append_line, begin_mark, end_mark, good_figures, read_lines
 from app.bench.gpu.measurement import Measurement, Place, expected_seconds
 from app.bench.gpu.report import cell, report
+from app.bench.gpu.timeline import PREFIX
 
 REPORT = "report.md"
 _ERROR_LENGTH = 600
@@ -63,6 +64,7 @@ def run_all(
 
     Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
     """
+    place = replace(place, folder=folder)
     before = read_lines(folder)
     _check_same_device(before, facts, folder)
     if lost := end_mark(folder):
@@ -187,7 +189,7 @@ def _told(raised: Exception) -> str:
 def _said(line: ResultLine, budget: Budget) -> str:
     if line.left_out:
         return f"{line.name}: left out. {line.left_out}"
-    figures = ", ".join(f"{name} {cell(value)}" for name, value in line.figures.items())
+    figures = ", ".join(f"{name} {cell(value)}" for name, value in line.figures.items() if not name.startswith(PREFIX))
     return f"{line.name} ({line.seconds:.1f} s, {budget.left():.0f} s left): {line.error or figures}"
 
 

@@ -30,6 +30,7 @@ from app.bench.gpu.models import (
     build,
     small,
 )
+from app.bench.gpu.timeline import timeline, traced
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
 from ops.comm.collectives import Group
@@ -78,6 +79,7 @@ SETTINGS = {
     "attention-sdpa": replace(AS_TRAINED, attention="sdpa"),
 }
 LARGE = ("as-trained", "attention-kept", "compiled-blocks", "attention-flash", "without-fused-ops")  # of 14B blocks
+DRAWN = ("as-trained", "fetched-blocks")  # a timeline of the whole, and of copies beside compute
 MODELS = {"wan-1.3b": WAN_1_3B, "wan-14b": WAN_14B}
 # what compiled code may be made for: one sample, which the clip has been, and several; and what it then has to serve
 SEVERAL, SMALL_SEVERAL = (SHORT_480P17, PICTURE_480P), (SMALL_CLIP,)  # a rehearsal has no time for more code
@@ -116,7 +118,7 @@ class TrainStep:
             off = None if expected is None else abs(step().grad_norm / expected - 1)
             timing = place.seconds(step, place.pick(3, 1), warm_up=place.pick(2, 1))
             peak = place.peak_gib(step)
-            idle = _idle(step, place)
+            idle = _idle(step, self.name if self.setting in DRAWN else None, place)
             codes = _codes(dit, sync, config, place) if settings.compiled else {}
         return {
             **({} if off is None else {"right": off < _NORM_ERROR, "gradient norm off by": off}),
@@ -145,18 +147,20 @@ def measurements(model: str) -> list[TrainStep]:
     ]
 
 
-def _idle(step: Callable[[], object], place: Place) -> dict[str, Figure]:
-    """The idle share of two steps and the time between them. Where profiling is not allowed, only these figures are
-    missing."""
+def _idle(step: Callable[[], object], name: str | None, place: Place) -> dict[str, Figure]:
+    """The idle share of two steps and the time between them, and with a name their timeline. Where profiling is not
+    allowed, only these figures are missing."""
     try:
-        use = device_use(lambda: (step(), step()), place)
+        events = traced(lambda: (step(), step()), place)
     except RuntimeError as error:
         return {"idle share": None, "profiler": str(error)}
+    use = device_use(events)
     return {
         "idle share": use.idle_share if use.kernels else None,
         "longest gap ms": 1e3 * use.longest_gap_s,
         "kernels per step": use.kernels // 2,
         "copies per step": use.copies // 2,
+        **(timeline(events, name, place) if name else {}),
     }
 
 
