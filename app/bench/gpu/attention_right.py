@@ -20,7 +20,7 @@ CASES = {  # lengths of queries, lengths of keys: of the real run, then of the r
     "packed": (((700, 1, 1333, 64), (700, 1, 1333, 64)), ((9, 1, 13), (9, 1, 13))),
     "cross": (((900, 333), (77, 512)), ((9, 3), (2, 5))),
 }
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 72, 128)  # 72: Latte and STDiT3
 HEADS = 4
 
 
@@ -36,7 +36,7 @@ class AttentionCheck:
 
     @property
     def estimate_s(self) -> float:
-        return 27.0 if self.backend == "flex" else 8.0
+        return 38.0 if self.backend == "flex" else 10.0
 
     def why_not(self, place: Place) -> str | None:
         probe = torch.empty(0, HEADS, 128, dtype=torch.bfloat16, device=place.device)
@@ -47,7 +47,7 @@ class AttentionCheck:
         figures: dict[str, float | bool | str | None] = {"right": True}
         for case, shapes in CASES.items():
             q_lengths, k_lengths = (Lengths.of(n, place.device) for n in place.pick(*shapes))
-            for size in HEAD_SIZES:
+            for size in place.pick(HEAD_SIZES, HEAD_SIZES[:2]):
                 q, k, v = (_heads(n.total, size, place.device) for n in (q_lengths, k_lengths, k_lengths))
                 reason = backend.why_not(q, (q_lengths, k_lengths))
                 backward = reason is None

@@ -28,7 +28,7 @@ BACKWARD_PRODUCTS = 2.5  # of the forward's: five matrix products instead of two
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpeed:
-    """One backend on one pack, with head sizes 128 and 64."""
+    """One backend on one pack, with head sizes 128, 64 and 72."""
 
     backend: BackendName
     pack: str
@@ -39,7 +39,7 @@ class AttentionSpeed:
 
     @property
     def estimate_s(self) -> float:
-        return 18.0 if self.backend == "flex" else 2.5  # which is compiled for each length
+        return 25.0 if self.backend == "flex" else 3.5  # which is compiled for each length
 
     @property
     def is_cross(self) -> bool:
@@ -55,7 +55,7 @@ class AttentionSpeed:
         figures: dict[str, float | str] = {}
         # what is compiled for FlexAttention gives its inputs away otherwise, and a backward runs here once only
         with functorch_config.patch(donated_buffer=False):
-            for size in place.pick((128, 64), (16,)):
+            for size in place.pick((128, 64, 72), (16,)):
                 figures |= self._measure(place, size)
         return figures
 
