@@ -75,6 +75,7 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
     found = {line.name: line.figures for line in lines}
     assert {"bf16 output", "fp16 gradient", "table gradient from fp16"} < found["kernels.qk_norm_rope"].keys()
     assert found["kernels.noise"]["numbers that differ"] == 0
+    assert "packed d72 dk" in found["attention-right.sdpa"]
     compiled = found["step.wan-1.3b.compiled-blocks"]
     assert compiled["right"] is True and compiled["codes after the first"] == 0
     assert found["together"]["right"] is True and found["together"]["adds"] == "exactly"
@@ -88,7 +89,8 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_autoencoder_is_measured_where_diffusers_is_installed(tmp_path: Path) -> None:
     facts = Facts(device="CPU", torch="2", triton="3", cuda=None, python="3", commit=None, command="", rehearsal=True)
-    kinds = chosen(catalogue(PLACE), ["vae.bf16", "vae.fp32.channels-last"])
+    kinds = chosen(catalogue(PLACE), ["vae.bf16", "vae.tiled"])
     lines = run_all(kinds, PLACE, tmp_path, facts, Budget(began=time.time(), seconds=280)).lines
     assert len(lines) == 3 and all(line.good for line in lines)
-    assert all(float(line.figures["PSNR to fp32 dB"] or 0) > 30 for line in lines)
+    *whole, tiled = [float(line.figures["PSNR to fp32 dB"] or 0) for line in lines]
+    assert min(whole) > 30 > tiled > 0, "tiles do not see what lies around them"

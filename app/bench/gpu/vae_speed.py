@@ -1,4 +1,5 @@
-"""Encode of one 480p81 clip by Wan's autoencoder with random weights: dtype, memory format, distance to fp32."""
+"""Encode of one 480p81 clip by Wan's autoencoder with random weights: dtype, memory format, compiled, in tiles, and the
+distance to fp32."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import importlib
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +20,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VaeSpeed:
-    """Seconds and peak memory in one dtype and memory format; PSNR of the latents to those in fp32."""
+    """Seconds and peak memory in one dtype and memory format; PSNR of the latents to those of a whole clip in fp32."""
 
     dtype: str
     channels_last: bool
+    way: Literal["whole", "compiled", "tiled"] = "whole"
     estimate_s: float = 30.0
 
     @property
     def name(self) -> str:
-        return f"vae.{self.dtype}{'.channels-last' if self.channels_last else ''}"
+        way = "" if self.way == "whole" else f"{self.way}."
+        return f"vae.{way}{self.dtype}{'.channels-last' if self.channels_last else ''}"
 
     def why_not(self, place: Place) -> str | None:
         if importlib.util.find_spec("diffusers") is None:
@@ -40,6 +44,10 @@ class VaeSpeed:
         if self.channels_last:
             _channels_last(vae)
             clip = clip.to(memory_format=torch.channels_last_3d)
+        if self.way == "compiled":  # as `model.vae.compile`; a rehearsal traces without making code
+            vae.get_submodule("encoder").compile(backend=place.pick("inductor", "eager"))
+        if self.way == "tiled":
+            _tile(vae, *place.pick((256, 192), (16, 8)))
         timing = place.seconds(lambda: _encode(vae, clip), place.pick(3, 1))
         peak = place.peak_gib(lambda: _encode(vae, clip))
         step = earlier.get("step.wan-1.3b.as-trained", {}).get("seconds")
@@ -53,7 +61,11 @@ class VaeSpeed:
 
 
 def measurements() -> list[VaeSpeed]:
-    return [VaeSpeed(dtype=dtype, channels_last=last) for dtype in ("bf16", "fp32", "fp16") for last in (False, True)]
+    return [
+        *(VaeSpeed(dtype=dtype, channels_last=last) for dtype in ("bf16", "fp32", "fp16") for last in (False, True)),
+        VaeSpeed(dtype="bf16", channels_last=True, way="tiled"),
+        VaeSpeed(dtype="bf16", channels_last=True, way="compiled", estimate_s=150.0),
+    ]
 
 
 def psnr(actual: Tensor, expected: Tensor) -> float:
@@ -76,6 +88,16 @@ def _channels_last(vae: nn.Module) -> None:
     for module in vae.modules():
         if isinstance(module, nn.Conv3d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _tile(vae: nn.Module, size: int, stride: int) -> None:
+    """Encode in tiles of these pixels, as `model.vae.tiling`."""
+    vae.enable_tiling(  # type: ignore[operator]
+        tile_sample_min_height=size,
+        tile_sample_min_width=size,
+        tile_sample_stride_height=stride,
+        tile_sample_stride_width=stride,
+    )
 
 
 @torch.no_grad()
