@@ -19,6 +19,7 @@ from app.bench.gpu import counting, ops_speed, runner
 from app.bench.gpu.__main__ import _without, main
 from app.bench.gpu.attention_right import softmax_attention
 from app.bench.gpu.catalogue import catalogue, chosen
+from app.bench.gpu.ceilings import times_slower
 from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_step
 from app.bench.gpu.flops import step_flops
 from app.bench.gpu.idle import use_of
@@ -155,6 +156,18 @@ def test_what_does_not_fit_is_skipped_by_name_and_what_fits_still_runs(tmp_path:
     assert "## No time for\n\n- long" in (tmp_path / runner.REPORT).read_text()
 
 
+def test_a_device_that_is_slower_than_an_h200_is_given_more_time_for_each(tmp_path: Path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Slow(Fake):
+        def run(self, place: Place, earlier: Earlier) -> NamedFigures:
+            return {"copy GB/s": 1050.0, "bf16 matmul TFLOP/s": 250.0}
+
+    done = run([Fake(name="long", estimate_s=30), Slow(name="ceilings"), Fake(name="a", estimate_s=30)], tmp_path, 100)
+    assert [line.name for line in done.lines] == ["long", "ceilings"] and done.skipped == ("a",), "4 times 30 seconds"
+    assert times_slower({}) == times_slower({"ceilings": {"copy GB/s": 5000.0, "bf16 matmul TFLOP/s": 900.0}}) == 1
+    assert times_slower({"ceilings": {"copy GB/s": 4200.0, "bf16 matmul TFLOP/s": 250.0}}) == 3
+
+
 def test_a_budget_for_not_one_result_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     fakes = [Fake(name="long", estimate_s=500), Fake(name="short", estimate_s=120), Fake(name="out", reason="No.")]
     with pytest.raises(
@@ -230,7 +243,10 @@ def test_a_restart_keeps_what_a_person_asked_for() -> None:
     ("options", "sentence"),
     [
         (["--rehearse", "--minutes", "0"], "--minutes 0 is too little for one result"),
-        (["--rehearse", "--only", "nothing"], "--only nothing fits no measurement; their names begin with kernels, "),
+        (
+            ["--rehearse", "--only", "nothing"],
+            "--only nothing fits no measurement; their names begin with ceilings, ",
+        ),
         (["--rehearse", "--minutes", "nan"], "--minutes nan is no time"),
         ([], "there is no CUDA device here. Run it with --rehearse"),
     ],
@@ -263,7 +279,7 @@ def test_the_list_names_every_measurement_and_measures_nothing(capsys: pytest.Ca
     assert main(["--list"]) == 0
     listed = [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines()]
     assert listed == [one.name for one in catalogue(PLACE)] and len(listed) > 60
-    assert listed[0].startswith("kernels.")
+    assert listed[0] == "ceilings" and listed[1].startswith("kernels.")
     assert {name.split(".")[0] for name in listed} >= {"ceilings", "step", "attention", "ops", "ipc", "copies", "vae"}
 
 

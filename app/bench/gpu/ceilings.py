@@ -12,6 +12,9 @@ from app.bench.timing import Closure, ceilings, measure
 COPY, MATMUL = "copy GB/s", "bf16 matmul TFLOP/s"
 
 
+H200_COPY, H200_PEAK = 4.2e12, 0.75e15  # docs/results.md
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
     """Copy and triad of bf16 tensors far larger than the cache; a product of random square matrices."""
@@ -44,6 +47,12 @@ def matmul_tflops(place: Place, rows: int, inner: int, columns: int) -> float:
     moved = 2 * (rows * inner + inner * columns + rows * columns)
     timing = measure(make, moved, place.device, place.pick(20, 2))
     return 2 * rows * inner * columns / max(timing.seconds, 1e-9) / 1e12
+
+
+def times_slower(earlier: Earlier) -> float:
+    """Than the H200 of all estimates, by what this device is worse at; 1 where it is not known, or faster."""
+    copy, peak = copy_speed(earlier), matmul_peak(earlier)
+    return max(1.0, H200_COPY / copy if copy else 1.0, H200_PEAK / peak if peak else 1.0)
 
 
 def copy_speed(earlier: Earlier) -> float | None:

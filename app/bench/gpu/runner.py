@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from app.bench.gpu.attention_table import write_table
+from app.bench.gpu.ceilings import times_slower
 from app.bench.gpu.lines import Facts, ResultLine, append_line, begin_mark, end_mark, good_figures, read_lines
 from app.bench.gpu.measurement import Measurement, Place, expected_seconds
 from app.bench.gpu.report import cell, report
@@ -82,7 +83,8 @@ def run_all(
         line = _left_out(one, place, facts)
         if line is not None and line.left_out and line.left_out == left_out.get(one.name):
             continue  # as it stands there
-        if line is None and expected_seconds(one, place) > budget.left():
+        slower = times_slower(good_figures([*before, *new]))
+        if line is None and expected_seconds(one, place, slower) > budget.left():
             skipped.append(one.name)
             continue
         line = line or _measured(one, place, folder, facts)
@@ -94,7 +96,7 @@ def run_all(
             dead = True
             break
     if skipped and not any(line.good or line.error for line in [*before, *new]):
-        raise TooLittleTime(_too_little(missing, place, budget, skipped))
+        raise TooLittleTime(_too_little([one for one in missing if one.name in skipped], place, budget))
     _write(folder, skipped)
     return Round(lines=tuple(new), skipped=tuple(skipped), dead=dead)
 
@@ -169,9 +171,10 @@ def _check_same_device(before: Sequence[ResultLine], facts: Facts, folder: Path)
         raise OtherDevice(f"{folder} holds results of {held}. Give another --out.")
 
 
-def _too_little(missing: Sequence[Measurement], place: Place, budget: Budget, skipped: Sequence[str]) -> str:
-    shortest = min((one for one in missing if one.name in skipped), key=lambda one: expected_seconds(one, place))
-    needed = expected_seconds(shortest, place)
+def _too_little(skipped: Sequence[Measurement], place: Place, budget: Budget) -> str:
+    """Where nothing was measured, the device is not known to be slower."""
+    shortest = min(skipped, key=lambda one: expected_seconds(one, place, 1.0))
+    needed = expected_seconds(shortest, place, 1.0)
     return (
         f"--minutes {budget.seconds / 60:g} is too little for one result: {max(budget.left(), 0):.0f} s are left and "
         f"the shortest measurement, {shortest.name}, needs about {needed:.0f} s. Give --minutes "
