@@ -74,7 +74,9 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
     )
     found = {line.name: line.figures for line in lines}
     assert {"bf16 output", "fp16 gradient", "table gradient from fp16"} < found["kernels.qk_norm_rope"].keys()
-    assert found["kernels.noise"]["numbers that differ"] == 0
+    noise = found["kernels.noise"]
+    assert noise["numbers that differ"] == 0
+    assert {"ms drawn on the device", "ms drawn on the host and sent"} < noise.keys()
     assert "packed d72 dk" in found["attention-right.sdpa"]
     compiled = found["step.wan-1.3b.compiled-blocks"]
     assert compiled["right"] is True and compiled["codes after the first"] == 0
