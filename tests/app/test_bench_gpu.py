@@ -30,7 +30,7 @@ from app.bench.gpu.models import CLIP_480P81, HUNYUAN_13B, WAN_1_3B, WAN_14B, Pa
 from app.bench.gpu.report import report
 from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_all
 from app.bench.gpu.targets import TARGETS, judged
-from app.bench.gpu.timeline import DeviceEvent, timeline
+from app.bench.gpu.timeline import StreamWork, timeline
 from app.bench.gpu.train_step import AS_TRAINED, step_config
 from app.bench.gpu.vae_speed import psnr
 from app.bench.timing import Closure, Timing
@@ -374,8 +374,8 @@ def test_idle_is_what_no_interval_covers() -> None:
 
 
 def test_a_timeline_says_what_a_stream_did_beside_the_others(tmp_path: Path) -> None:
-    def event(name: str, stream: int, begin: int, end: int) -> DeviceEvent:
-        return DeviceEvent(name=name, stream=stream, begin_ns=6000 + begin, end_ns=6000 + end)
+    def event(name: str, stream: int, begin: int, end: int) -> StreamWork:
+        return StreamWork(name=name, stream=stream, begin_ns=6000 + begin, end_ns=6000 + end)
 
     events = [event("gemm", 7, 0, 3000), event("gemm", 7, 4000, 6000), event("Memcpy DtoH", 20, 2000, 4000)]
     place = replace(PLACE, folder=tmp_path)

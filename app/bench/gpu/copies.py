@@ -66,7 +66,8 @@ class SnapshotCopies:
             beside.append(_until_compute_ends(compute_beside, place))
             wait()
         beside_s = sorted(beside)[len(beside) // 2]
-        shown = timeline_of(lambda: (compute_beside(), wait()), self.name, place)
+        shown = timeline_of(compute_beside, self.name, place)
+        wait()
         right = all(torch.equal(into[name], array.cpu()) for name, array in state.items())
         begin.release()
         return {

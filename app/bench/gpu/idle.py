@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from app.bench.gpu.timeline import DeviceEvent, Interval
+from app.bench.gpu.timeline import Interval, StreamWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class DeviceUse:
     copies: int
 
 
-def device_use(events: Iterable[DeviceEvent]) -> DeviceUse:
+def device_use(events: Iterable[StreamWork]) -> DeviceUse:
     """On a CPU its ops stand for kernels, which checks only the arithmetic."""
     events = list(events)
     return use_of([(one.begin_ns, one.end_ns) for one in events], sum(one.is_copy for one in events))

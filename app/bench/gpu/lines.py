@@ -29,7 +29,7 @@ class Facts:
 
     @property
     def versions(self) -> str:
-        """Of what computes, for a person: figures of others are not those of these."""
+        """What computed, for a person: figures of others are not those of these."""
         return f"torch {self.torch}, triton {self.triton}, CUDA {self.cuda or 'none'}"
 
 

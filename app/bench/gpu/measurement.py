@@ -87,7 +87,7 @@ class Measurement(Protocol):
 
 
 def expected_seconds(measurement: Measurement, place: Place, times_slower: float) -> float:
-    """The seconds that are compared with the time left, on a device that is so many times slower than an H200."""
+    """The seconds that are compared with the time left, on a device that is `times_slower` than an H200."""
     return place.pick(measurement.estimate_s * times_slower, REHEARSAL_SECONDS)
 
 

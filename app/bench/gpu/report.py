@@ -65,7 +65,7 @@ def _targets(lines: Sequence[ResultLine]) -> list[str]:
 
 @cache
 def _names(rehearsal: bool) -> list[str]:
-    """Of all measurements that there are."""
+    """The names of all measurements."""
     return [one.name for one in catalogue(Place(device=torch.device("cpu"), rehearse=rehearsal))]
 
 

@@ -29,7 +29,7 @@ Interval = tuple[int, int]  # begin and end in nanoseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceEvent:
+class StreamWork:
     """A kernel or a copy."""
 
     name: str
@@ -42,7 +42,7 @@ class DeviceEvent:
         return "memcpy" in self.name.lower()
 
 
-def traced(call: Callable[[], object], place: Place) -> list[DeviceEvent]:
+def traced(call: Callable[[], object], place: Place) -> list[StreamWork]:
     """What the device did for one call. Raises RuntimeError where profiling is not allowed."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler greets on stderr otherwise
     cuda = place.device.type == "cuda"
@@ -53,7 +53,7 @@ def traced(call: Callable[[], object], place: Place) -> list[DeviceEvent]:
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     assert found.profiler is not None and found.profiler.kineto_results is not None
     return [
-        DeviceEvent(
+        StreamWork(
             name=one.name(),
             stream=one.device_resource_id(),
             begin_ns=one.start_ns(),
@@ -64,7 +64,7 @@ def traced(call: Callable[[], object], place: Place) -> list[DeviceEvent]:
     ]
 
 
-def timeline(events: Sequence[DeviceEvent], name: str, place: Place) -> dict[str, Figure]:
+def timeline(events: Sequence[StreamWork], name: str, place: Place) -> dict[str, Figure]:
     """A figure for each stream, the busiest first; the trace goes into the place's folder, if it has one."""
     if place.folder is not None and events:
         path = place.folder / FOLDER / f"{name}.json"
@@ -81,12 +81,12 @@ def timeline_of(call: Callable[[], object], name: str, place: Place) -> dict[str
         return {"profiler": str(error)}
 
 
-def drawn(events: Sequence[DeviceEvent]) -> list[str]:
+def drawn(events: Sequence[StreamWork]) -> list[str]:
     """A line per stream: how busy, how much of that beside other streams, and when: `.` idle, `-` in part, `#` busy."""
     if not events:
         return []
     begin, end = min(one.begin_ns for one in events), max(one.end_ns for one in events)
-    streams: dict[int, list[DeviceEvent]] = {}
+    streams: dict[int, list[StreamWork]] = {}
     for one in events:
         streams.setdefault(one.stream, []).append(one)
     busy = {stream: union((one.begin_ns, one.end_ns) for one in of) for stream, of in streams.items()}
@@ -133,7 +133,7 @@ def _length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def _write(events: Sequence[DeviceEvent], path: Path) -> None:
+def _write(events: Sequence[StreamWork], path: Path) -> None:
     """In the format of Chrome's traces, microseconds from the first event on."""
     begin = min(one.begin_ns for one in events)
     found = [
