@@ -25,8 +25,9 @@ from actors.plan.schedule.problem import EncodeKey, Mapper, PlannedJob, PlanOpti
 from actors.plan.strategies.search import native
 from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved, realise
-from actors.plan.strategies.search.space import Space, build
+from actors.plan.strategies.search.space import Space, build, chains
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices, own_jobs
+from actors.plan.strategies.search.strips import balanced_strips
 from actors.plan.types import Cluster, EarlyEncode, Item, places_in
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
@@ -344,3 +345,27 @@ def test_cells_plan_a_part_of_the_cluster_with_the_speeds_of_its_workers() -> No
     found = plan_cells(problem, jobs, problem.start, 0, 0.0)
     assert found is not None and len(found.placed) == len(jobs)
     assert end_of_dits(problem, jobs, found) == pytest.approx(max(found.end))
+
+
+@pytest.mark.parametrize("slow", [1, 32])
+def test_a_large_cluster_with_slow_workers_has_no_worse_plan_than_the_constructive_one(slow: int) -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
+    step = [
+        Item(id=str(n), batch=b, frames=f, height=h, width=w, text_tokens=60)
+        for n, (b, f, h, w) in enumerate(SHAPES * 12)
+    ]
+    cluster = Cluster(nodes=(8,) * 8, speed=(1.0,) * (64 - slow) + (0.5,) * slow)
+    plan = make_plan([step], profile, cluster, PlanOptions(budget_s=0.01))
+    check(plan, [step], profile, cluster)
+    problem = Problem([step], profile, cluster, PlanOptions())
+    alone = constructive(problem, problem.jobs(), problem.start, 0.0)
+    assert plan.steps[0].makespan_s <= alone.score + 1e-6
+
+
+def test_strips_of_nodes_with_slow_workers_have_less() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
+    step = [Item(id=str(n), batch=1, frames=33, height=480, width=832, text_tokens=60) for n in range(30)]
+    jobs = Problem([step], profile, Cluster(nodes=(8,) * 4), PlanOptions()).jobs()
+    strips = balanced_strips(jobs, chains(jobs), [1.0, 0.5, 0.25, 1.0], 8, math.inf)
+    shares = [len(strip.chains) for strip in strips]
+    assert sum(shares) == 30 and shares[1] in (5, 6) and shares[2] in (2, 3) and abs(shares[0] - shares[3]) <= 1

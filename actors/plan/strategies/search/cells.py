@@ -49,14 +49,16 @@ def plan_cells(
     deadline = time.perf_counter() + SHARE * budget_s
     areas = np.array([sum(jobs[i].area for i in group) for group in groups])
     cells = _cells(problem)
+    speed = problem.topology.speed
+    paces = [min(speed[worker] for worker in workers) for workers in problem.topology.workers]
     strips = balanced_strips(
         jobs,
         groups,
-        len(problem.cluster.nodes),
+        paces,
         problem.cluster.nodes[0],
         problem.options.clock_end(time.perf_counter() + max(0.25 * budget_s, BALANCE_S)),
     )
-    for cell, own in zip(cells, _dealt(strips, [len(cell.problem.cluster.nodes) for cell in cells])):
+    for cell, own in zip(cells, _dealt(strips, paces, [len(cell.problem.cluster.nodes) for cell in cells])):
         cell.chains = [chain for strip in own for chain in strip.chains]
         _lay(cell, jobs, own)
     try_s = TRY_S
@@ -94,8 +96,12 @@ def _cells(problem: Problem) -> list[Cell]:
     return cells
 
 
-def _dealt(strips: Sequence[Strip], counts: Sequence[int]) -> list[list[Strip]]:
-    """Strips to cells: the slowest beside the quickest, so that a cell's search has something to even out."""
+def _dealt(strips: Sequence[Strip], paces: Sequence[float], counts: Sequence[int]) -> list[list[Strip]]:
+    """Strips to cells: the slowest beside the quickest, so that a cell's search has something to even out. Where nodes
+    differ each stays on that which it was made for."""
+    if len(set(paces)) > 1:
+        own = iter(strips)
+        return [[next(own) for _ in range(count)] for count in counts]
     left = sorted(strips, key=lambda strip: (strip.seconds, strip.chains))
     return [[left.pop(-1 if number % 2 == 0 else 0) for number in range(count)] for count in counts]
 

@@ -71,7 +71,13 @@ def best_schedule(
     # in cells without early encodes: the step's own are many enough to fill each other's gaps
     own = [job for job in cuts[0] if not job.optional]
     planned = plan_cells(problem, own, context, seed, budget_s)
-    return planned or _best_variant(problem, context, cuts, seed, budget_s, started)
+    if planned is None:
+        return _best_variant(problem, context, cuts, seed, budget_s, started)
+    if not problem.topology.uniform:  # a cell's first plan uses whole nodes, at the pace of their slowest workers
+        whole = constructive(problem, own, context, 0.0)
+        if whole.score < planned.score - 1e-9:
+            return whole.schedule
+    return planned
 
 
 def _best_variant(

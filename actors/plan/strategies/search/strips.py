@@ -27,11 +27,11 @@ class Strip:
 
 
 def balanced_strips(
-    jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], count: int, size: int, deadline: float
+    jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], paces: Sequence[float], size: int, deadline: float
 ) -> list[Strip]:
-    """Chains over `count` nodes of `size` workers each, so that no exchange of two makes the slowest strip quicker; or
-    the best until the deadline."""
-    balancer = _Strips(jobs, groups, count, size)
+    """Chains over nodes of `size` workers each, so that no exchange of two makes the slowest strip quicker; or the best
+    until the deadline. `paces`: the speed of each node's slowest worker, as bags of a whole node are."""
+    balancer = _Strips(jobs, groups, paces, size)
     strips = balancer.dealt()
     while time.perf_counter() < deadline and balancer.relieve(strips):
         pass
@@ -39,12 +39,14 @@ def balanced_strips(
 
 
 class _Strips:
-    """Balances chains over `count` nodes of `size` workers each."""
+    """Balances chains over nodes of `size` workers each."""
 
-    def __init__(self, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], count: int, size: int) -> None:
+    def __init__(
+        self, jobs: Sequence[PlannedJob], groups: Sequence[Sequence[int]], paces: Sequence[float], size: int
+    ) -> None:
         self.jobs = jobs
         self.groups = groups
-        self.count, self.size = count, size
+        self.paces, self.size = paces, size
         self.modes = [[(k, s) for k, s in job.modes if k <= size] for job in jobs]
         self.quickest = [min((s, k) for k, s in modes) for modes in self.modes]
         self.about = [
@@ -54,17 +56,17 @@ class _Strips:
             )
             for group in groups
         ]
-        self._known: dict[tuple[int, ...], Strip] = {}
+        self._known: dict[tuple[tuple[int, ...], float], Strip] = {}
 
     def dealt(self) -> list[Strip]:
         """Largest chain first, each to the node with the least to do."""
-        heap = [(0.0, node) for node in range(self.count)]
+        heap = [(0.0, node) for node in range(len(self.paces))]
         chains: list[list[int]] = [[] for _ in heap]
         for chain in sorted(range(len(self.groups)), key=lambda c: (-self.about[c], c)):
             load, node = heapq.heappop(heap)
             chains[node].append(chain)
-            heapq.heappush(heap, (load + self.about[chain], node))
-        return [self.strip(own) for own in chains]
+            heapq.heappush(heap, (load + self.about[chain] / self.paces[node], node))
+        return [self.strip(own, pace) for own, pace in zip(chains, self.paces)]
 
     def relieve(self, strips: list[Strip]) -> bool:
         """One exchange that makes the slowest strip and its partner both quicker than the slowest was."""
@@ -72,32 +74,33 @@ class _Strips:
         slow = ranked[-1]
         for other in ranked[:-1][:PARTNERS]:
             gap = strips[slow].seconds - strips[other].seconds
+            loss, gain = 1 / self.paces[other], (1 / self.paces[slow] + 1 / self.paces[other]) / 2
             pairs: list[tuple[float, int, int]] = []
             for give in strips[slow].chains:
                 for take in (*strips[other].chains, -1):
                     moved = self.about[give] - (self.about[take] if take >= 0 else 0.0)
-                    if 0 < moved < gap:
-                        pairs.append((abs(moved - gap / 2), give, take))
+                    if 0 < moved * loss < gap:
+                        pairs.append((abs(moved * gain - gap / 2), give, take))
             for _, give, take in sorted(pairs)[:PAIRS]:
                 back = (take,) if take >= 0 else ()
-                one = self.strip([c for c in strips[slow].chains if c != give] + [*back])
-                two = self.strip([c for c in strips[other].chains if c != take] + [give])
+                one = self.strip([c for c in strips[slow].chains if c != give] + [*back], self.paces[slow])
+                two = self.strip([c for c in strips[other].chains if c != take] + [give], self.paces[other])
                 if max(one.seconds, two.seconds) < strips[slow].seconds - 1e-9:
                     strips[slow], strips[other] = one, two
                     return True
         return False
 
-    def strip(self, chains: Sequence[int]) -> Strip:
+    def strip(self, chains: Sequence[int], pace: float) -> Strip:
         """The quickest way found to encode these chains side by side, then their dits in order of their encodes."""
         key = tuple(sorted(chains))
-        known = self._known.get(key)
+        known = self._known.get((key, pace))
         if known is None:
             encodes = [i for chain in key for i in self.groups[chain] if self.jobs[i].module != "dit"]
             dits = [i for chain in key for i in self.groups[chain] if self.jobs[i].module == "dit"]
             encode_s, order = self._encode(encodes)
             seconds = encode_s + sum(self.quickest[i][0] for i in dits)
-            known = Strip(key, seconds, (*order, *((i, self.quickest[i][1]) for i in dits)))
-            self._known[key] = known
+            known = Strip(key, seconds / pace, (*order, *((i, self.quickest[i][1]) for i in dits)))
+            self._known[key, pace] = known
         return known
 
     def _encode(self, encodes: Sequence[int]) -> tuple[float, tuple[tuple[int, int], ...]]:
