@@ -65,17 +65,17 @@ class Speeds:
             del self._known[next(iter(self._known))]
 
     def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
-        """Speed of each worker beside the median one, 1 for normal; of a worker not known yet the `expected` one, by
-        default 1. Empty when all are 1. The workers are those of the generation: what is known of others is forgotten,
-        as nobody gets the name of one that is gone."""
+        """Speed of each worker beside a normal one, 1; of a worker not known yet the `expected` one, by default 1.
+        Empty when all are 1. The workers are those of the generation: what is known of others is forgotten, as nobody
+        gets the name of one that is gone."""
         self._forget_all_but(workers)
         told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)
         if len(known) < max(2, len(workers) / 2):
             known = {}
-        middle = statistics.median(known.values()) if known else 0.0
+        normal = self._normal(known) if known else 0.0
         for worker, speed in known.items():
-            found = max(math.exp(speed - middle), 0.1)
+            found = max(math.exp(speed - normal), 0.1)
             before = told.get(worker, 1.0)
             if abs(found - 1) < (_NOTICEABLE if before == 1.0 else _NORMAL):
                 self._told[worker] = 1.0
@@ -83,6 +83,12 @@ class Speeds:
                 self._told[worker] = round(found, 2)
         factors = tuple((told | self._told).get(worker, 1.0) for worker in workers)
         return factors if any(speed != 1.0 for speed in factors) else ()
+
+    def _normal(self, known: Mapping[str, float]) -> float:
+        """What counts as 1: at first the median worker. Later what leaves most workers as they were, whoever came and
+        went: with two kinds of GPU the median jumps, and prices were learned at the normal of then."""
+        stayed = [speed - math.log(self._told[worker]) for worker, speed in known.items() if worker in self._told]
+        return statistics.median(stayed or known.values())
 
     def _forget_all_but(self, workers: Sequence[str]) -> None:
         if tuple(workers) == self._workers:

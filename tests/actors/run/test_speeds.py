@@ -68,6 +68,17 @@ def test_a_speed_at_the_limit_of_what_is_noticed_is_told_a_few_times_and_not_eve
     assert changes <= most
 
 
+def test_workers_that_stay_keep_their_speeds_when_the_median_one_leaves() -> None:
+    speeds, own = Speeds(), {f"fast{n}": 1.0 for n in range(5)} | {f"slow{n}": 2.0 for n in range(4)}
+    for _ in range(20):
+        speeds.observe([report(name, seconds) for name, seconds in own.items()], {})
+    assert speeds.factors(tuple(own)) == (1.0,) * 5 + (0.5,) * 4
+    left = tuple(list(own)[2:])
+    for _ in range(200):
+        speeds.observe([report(name, own[name]) for name in left], {})
+        assert speeds.factors(left) == (1.0,) * 3 + (0.5,) * 4
+
+
 def test_noise_and_a_common_misprediction_change_nothing() -> None:
     speeds = Speeds()
     for step in range(20):
