@@ -132,7 +132,8 @@ class Witnesses:
         speed = cluster.speed or (1.0,) * size
         before, self._speed = self._speed or (1.0,) * size, speed
         if (generation, size) != self._workers:  # numbers are other workers, also where as many have come as have gone
-            self._bags.clear()
+            gone: tuple[int, ...] = ()  # what they measured still counts, and nobody doubts it any more
+            self._bags = {point: deque([gone] * len(bags), NEWEST) for point, bags in self._bags.items()}
             self._workers = generation, size
             return []
         changed = {w for w, (now, then) in enumerate(zip(speed, before, strict=True)) if abs(now / then - 1) > _CHANGED}

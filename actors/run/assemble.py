@@ -178,6 +178,7 @@ def put_together(
         say=monitor.say.remote,
     )
     turns = AsideTurns(asides or NoAsides(), events.tell)
+    speeds = speeds or Speeds()
     forming = Forming(
         config=config,
         pool=pool,
@@ -190,6 +191,7 @@ def put_together(
         asides=turns,
         relays=relays,
         given=GivenCluster(config.cluster),
+        speeds=speeds,
         tell=events.tell,
         shortage=shortage,
     )
@@ -219,7 +221,7 @@ def put_together(
         skips=skips,
         ending=ending,
         asides=turns,
-        speeds=speeds or Speeds(),
+        speeds=speeds,
         recalibration=recalibration,
         look_pace=look_pace or LookPace(),
         data_pace=data_pace or DataPace(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from actors.run.committer import Committer
 from actors.run.given_cluster import ClusterMismatch, GivenCluster
 from actors.run.relays import Relays
 from actors.run.shortage import Shortage
+from actors.run.speeds import Speeds
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
 from actors.state.checkpoint_files import GONE
@@ -61,6 +62,7 @@ class Forming:
     asides: AsideTurns
     relays: Relays
     given: GivenCluster
+    speeds: Speeds
     tell: Tell
     shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
@@ -87,8 +89,9 @@ class Forming:
         self.planner.begin(fetched=any(info.parameters == "node" for info in infos))  # if one does, all do
         world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
         cluster = self._cluster(world, starts=fresh and not self._stores)
+        known = self.speeds.factors([seat.name for seat in world], cluster.speed)  # of those that stayed
         self.committer.state.open(recovery.origin, decision.generation, infos)
-        return self._runner(decision.generation, world, cluster, recovery.origin)
+        return self._runner(decision.generation, world, replace(cluster, speed=known), recovery.origin)
 
     def _cluster(self, world: tuple[Seat, ...], starts: bool) -> Cluster:
         """What plans count on. A file that does not match ends a run that `starts`; a later one goes on without it."""

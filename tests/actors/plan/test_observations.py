@@ -262,6 +262,17 @@ def test_another_generation_doubts_nothing() -> None:
     assert profile.live[key].seconds == 20.0
 
 
+def test_a_doubt_of_a_generation_s_own_measurements_leaves_the_many_of_the_one_before() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner, key = Planner(profile, PlannerConfig()), ("dit", 2, *CLIP, 2)
+    for _ in range(5):
+        planner.observe([span(0, 10.0), span(1, 10.0)], TEXTS, Cluster(nodes=(2,)), 4)
+    for _ in range(2):
+        planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)), 5)
+    planner.observe([], TEXTS, Cluster(nodes=(2,), speed=(1.0, 0.5)), 5)
+    assert profile.live[key].seconds == 10.0 and profile.live[key].count == 7
+
+
 def test_a_replaced_worker_casts_no_doubt_on_what_others_of_its_number_have_measured() -> None:
     """As many workers as before, and worker 1 is another one, which is slow."""
     profile = Profile.from_flops(WanConfig(num_heads=4))

@@ -45,6 +45,7 @@ from actors.run.controller import Controller, LookPace
 from actors.run.data_wait import DataPace
 from actors.run.decode_room import DecodeRoom
 from actors.run.shortage import Shortage
+from actors.run.speeds import Speeds
 from actors.run.steps import StepRunner
 from actors.state.checkpoint_files import FirstStateLost
 from actors.state.hosts import needs_of_hosts
@@ -249,6 +250,7 @@ class Run:
         source: Source | None = None,
         first: int = -1,
         data_pace: DataPace | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         self.listener = listener(self)
         self.source, self.state, self.planner = source or Source(), Held(first), Planning()
@@ -270,6 +272,7 @@ class Run:
             planner=self.planner,
             data_pace=data_pace or DataPace(try_s=0.0),
             shortage=shortage,
+            speeds=speeds,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names, taken=list),
             lookout=SimpleNamespace(
@@ -302,6 +305,15 @@ def test_plans_count_on_the_speeds_of_the_cluster_file() -> None:
     run = Run(Workers(), cluster=Cluster(nodes=(2,), speed=(1.0, 0.5)))
     assert run.outcome.code == 0 and run.told(SpeedsLearned) == []
     assert len(run.planner.asked) == STEPS and {cluster.speed for cluster in run.planner.asked} == {(1.0, 0.5)}
+
+
+def test_the_first_plan_of_a_generation_counts_on_the_speeds_that_are_known() -> None:
+    """A worker that is known to be slow stays, the other one is lost."""
+    speeds = Speeds()
+    speeds.factors(("w0", "w1"))
+    speeds._told["w0"] = 0.5
+    run = Run(Workers(dies=lambda name, step: (name, step) == ("w1", 3)), speeds=speeds)
+    assert run.outcome.code == 0 and {cluster.speed for cluster in run.planner.asked} == {(0.5, 1.0), (0.5,)}
 
 
 def test_a_run_takes_every_step_once_and_ends_with_the_last_on_disk() -> None:
