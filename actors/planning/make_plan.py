@@ -38,6 +38,8 @@ def make_plan(
     `done` are encode results of these items that exist already. Only `cascade` lets steps overlap.
     """
     strategy = strategy_named(options.strategy)
+    if not profile.has("dit"):
+        raise PlanError("the profile has no point of the DiT, so no step can be priced. Measure one.")
     problem = Problem(steps, profile, cluster, options, first_step=first_step, done=done)
     started = time.perf_counter()
     cascades = strategy.plan(problem, seed)

@@ -12,6 +12,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import UNLISTED_LINK_GBPS, device_speed
 from actors.plan.schedule.problem import PlanOptions
+from actors.plan.types import MODULES
 from actors.planning.forecasts import sizes_of
 from actors.planning.learned import refuse_other, setting_of
 from actors.planning.memory import MemoryForecast
@@ -70,6 +71,10 @@ def profile_of(
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
         profile.text_cost, profile.tiling = text_cost(model.dit), tiling_of(model.vae)
+        if missing := [module for module in MODULES if not profile.has(module)]:  # from a cache, or stopped early
+            guessed = flop_profile(model, geometry, device or profile.device, measured)
+            profile.models |= {module: guessed.models[module] for module in missing}
+            profile.notes.append(f"{config.profile} has no point of {' and '.join(missing)}: the FLOP model is taken.")
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device, measured)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads

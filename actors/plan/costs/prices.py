@@ -29,12 +29,16 @@ class CascadePrices(KnownCosts):
     equal ones are priced as a batch."""
 
     def has(self, module: Module) -> bool:
-        """Whether the module is scheduled at all: it has points or a model."""
-        return module in self.models or any(key[0] == module for key in self.measured)
+        """Whether the module is scheduled at all: it has points, be it of bags over nodes alone, or a model."""
+        return module in self.models or bool(self._measured_degrees(module))
 
     def candidate_degrees(self, module: Module) -> tuple[int, ...]:
         """The profile's degrees of the module; without that list, those that were measured."""
-        return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
+        return self.degrees.get(module) or tuple(sorted(self._measured_degrees(module))) or (1,)
+
+    def _measured_degrees(self, module: Module) -> set[int]:
+        over_nodes = (*(key for key, _ in self.spanning), *(point.key for point in self.over_nodes))
+        return {key[5] for key in (*self.measured, *over_nodes) if key[0] == module}
 
     def price(self, module: Module, part: Samples, degree: int) -> float | None:
         """Seconds on one node at normal speed, or None where the profile cannot say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
-from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
+from actors.plan.costs.profile_json import LEARNED, profile_json, read_profile, write_profile
 from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.costs.spanning import BagSpread
-from actors.plan.types import PlanError
+from actors.plan.schedule.problem import PlanOptions
+from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
+from actors.planning.make_plan import make_plan
 from actors.planning.options import profile_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -24,6 +27,8 @@ MODEL = ModelConfig(dit=WanConfig(num_heads=4))
 TRAIN = TrainConfig()
 SETTING = setting_of(MODEL, "cpu", TRAIN)
 CLIP = (17, 64, 96)
+ITEM = Item(id="a", batch=1, frames=17, height=64, width=96, text_tokens=5)
+POINT = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 96, "seconds": 1.0}
 
 
 def of_dit(**settings: object) -> ProfiledSetting:
@@ -202,3 +207,29 @@ def test_short_captions_of_a_run_are_no_drift_of_points_that_were_measured_with_
     for text in (20, 80):
         priced = profile.price("text", Samples.of(3, CLIP, text), 1)
         assert priced == pytest.approx(took(3, text), rel=0.1), "the file's point, once"
+
+
+def test_a_run_schedules_modules_of_which_its_profile_has_no_point(tmp_path: Path) -> None:
+    """That of a run whose encodes came from a cache."""
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"latency": [POINT | {"degree": 1}]}))
+    profile = profile_of(PlannerConfig(profile=str(path)), MODEL, Geometry(), "cpu")
+    plan = make_plan([[ITEM]], profile, Cluster(nodes=(1,)), PlanOptions(budget_s=0.0))
+    assert {c.module for c in plan.steps[0].cascades} == {"text", "vae", "dit"}
+    assert f"{path} has no point of text and vae: the FLOP model is taken." in profile.notes
+
+
+def test_a_profile_of_bags_over_nodes_alone_has_the_dit() -> None:
+    run = Profile.from_flops(WanConfig(num_heads=8), degrees=(2,))
+    run.observe("dit", Samples.of(1, CLIP, 100), 2, 2.0, spanned=BagSpread.of(2, 1.0))
+    again = read_profile(profile_json(run))
+    assert again.has("dit") and not again.has("vae")
+    plan = make_plan([[ITEM]], again, Cluster(nodes=(1, 1)), PlanOptions(budget_s=0.0))
+    assert [(c.module, c.degree) for c in plan.steps[0].cascades] == [("dit", 2)]
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "knapsack", "static"])
+def test_nothing_is_planned_by_a_profile_without_the_dit(strategy: str) -> None:
+    profile = read_profile({"latency": [POINT | {"module": "vae", "degree": 1}]})
+    with pytest.raises(PlanError, match="has no point of the DiT"):
+        make_plan([[ITEM]], profile, Cluster(nodes=(2,)), PlanOptions(strategy=strategy))
