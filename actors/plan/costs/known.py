@@ -202,14 +202,15 @@ class KnownCosts:
         return [self.load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
 
     def _known(self, module: Module, spanning: bool = True) -> list[tuple[PointKey, float, int]]:
-        """(point, seconds, text tokens) of what was measured and observed; also of bags over nodes."""
+        """(point, seconds, text tokens) of what was measured and observed; also of bags over nodes. In order of the
+        points, as fits leave out every tenth: a resume, which reads them from a file, prices as the run before it."""
         ran = self.ran() if spanning else self.live
         rows = [(key, point.seconds, point.text_tokens) for key, point in ran.items() if key[0] == module]
         known = {key for key, _, _ in rows}
         for key in self.measured:
             if key[0] == module and key not in known:
                 rows.append((key, self.held(key), self.text_tokens.get(key, 0)))
-        return [row for row in rows if module == "text" or row[0][2] > 0]
+        return sorted(row for row in rows if module == "text" or row[0][2] > 0)
 
     def ran(self) -> dict[PointKey, LivePoint]:
         """Every point that ran, as on one node."""

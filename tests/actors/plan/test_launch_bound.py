@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from actors.planning.batching import fitted_limits
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from ops.geometry import Geometry
+from ops.models.wan.config import WanConfig
 
 HERE = Path(__file__).parent / "profiles"
 DEMO = RunConfig.load(Path(__file__).parents[3] / "configs" / "runs" / "demo.yaml")
@@ -179,3 +182,22 @@ def test_a_form_that_replaces_a_poor_fit_has_its_own_name_alone() -> None:
     ]
     chosen, notes = model_from("dit", profile.models["dit"], loads, seconds, "x", False)
     assert notes and chosen.source == f"{chosen.form} form fitted to 15 points of x"
+
+
+def test_the_same_points_give_the_same_prices_in_whatever_order_they_came() -> None:
+    """A resume reads them in another order than that in which the run before it had seen them."""
+    source, dit = random.Random(4), WanConfig(num_layers=40, num_heads=40, head_dim=128, gradient_checkpointing=True)
+    points = [
+        (Samples.of(1, (frames, 480, 832), 100), degree, source.uniform(0.4, 2.5))
+        for frames in (1, 17, 33, 49, 65, 81, 121)
+        for degree in (4, 8, 16)
+    ]
+    true = Profile.from_flops(dit, tflops=400.0, launch_s=1e-4, exchange_gbps=300.0)
+
+    def priced(order: Sequence[tuple[Samples, int, float]]) -> float:
+        profile = Profile.from_flops(dit, tflops=400.0, launch_s=1e-4, exchange_gbps=300.0)
+        for part, degree, noise in order:
+            profile.observe("dit", part, degree, 0.3 + noise * true.seconds("dit", part, degree))
+        return round(profile.seconds("dit", Samples.of(2, (73, 480, 832), 100), 8), 9)
+
+    assert len({priced(source.sample(points, len(points))) for _ in range(8)}) == 1
