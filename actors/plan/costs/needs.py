@@ -28,6 +28,7 @@ NeedKey = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
 NEWEST_PEAKS = 100  # of a size, one for each step in which it ran, of which the greatest counts
 SOLO, BAG = "solo", "bag"
+_APART = 1.5  # largest over smallest of the sizes that say how a need grows
 _ALIKE = 0.02  # by which a row may count otherwise before measured peaks are of another unit
 
 
@@ -336,19 +337,18 @@ class Needs:
         return stricter or before < TRIES
 
     def _line(self, kind: NeedKey, points: dict[float, float]) -> NeedLine:
-        """Through the measured points and below none of them; with one point, the prediction scaled to it."""
+        """Through the measured points and below none of them; where they are hardly apart, the prediction scaled to
+        them: of sizes that differ by their captions alone, noise and rounded units would be the slope."""
         if kind not in self._learned:
             self._learned[kind] = _above(points, self.predicted.get(kind))
         return self._learned[kind]
 
 
 def _above(points: dict[float, float], predicted: NeedLine | None) -> NeedLine:
-    if len(points) == 1:
-        ((units, gib),) = points.items()
-        expected = predicted.at(units) if predicted is not None else 0.0
-        if predicted is None or expected <= 0:
-            return NeedLine(fixed_gib=0.0, gib_per_unit=gib / max(units, 1e-9))
-        scale = gib / expected
+    if max(points) < _APART * min(points):
+        if predicted is None or min(predicted.at(units) for units in points) <= 0:
+            return NeedLine(fixed_gib=0.0, gib_per_unit=max(gib / max(units, 1e-9) for units, gib in points.items()))
+        scale = max(gib / predicted.at(units) for units, gib in points.items())
         return NeedLine(fixed_gib=predicted.fixed_gib * scale, gib_per_unit=predicted.gib_per_unit * scale)
     mean_units = sum(points) / len(points)
     mean_gib = sum(points.values()) / len(points)

@@ -337,3 +337,15 @@ def test_a_lone_encode_that_ran_out_of_memory_is_cut() -> None:
 def test_an_empty_plan_step_needs_nothing() -> None:
     empty = StepPlan(step=0, cascades=(), makespan_s=0, lower_bound_s=0, planning_s=0, idle_ratio=0)
     check(Plan(strategy="cascade", steps=(empty,)), [()], profile(), Cluster(nodes=(1,), room_gib=(0.0,)))
+
+
+@pytest.mark.parametrize(("units", "high", "off"), [(range(32780, 32871), 1.0, 0.01), (range(9900, 10100), 1.2, 0.21)])
+def test_sizes_that_lie_close_together_say_nothing_of_larger_ones(units: range, high: float, off: float) -> None:
+    """Clips of one shape whose captions differ, and pictures of one area of which one needed more by chance."""
+    truth = NeedLine(fixed_gib=0.3, gib_per_unit=0.67 / 1024)
+    needs = Needs(predicted={("dit", "solo"): truth}, text_rows={"solo": 1.0})
+    for number in units:
+        peak = truth.at(number) * (high if number == units[-20] else 1.0)
+        needs.observe(Footprint(module="dit", kind="solo", units=number), peak)
+    found = needs.gib(Footprint(module="dit", kind="solo", units=49000.0))
+    assert found is not None and 0.999 <= found / truth.at(49000.0) <= 1 + off
