@@ -5,6 +5,8 @@ What a search starts from, and what a step is given without one.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,14 +32,17 @@ class ConstructiveStarts:
 
 
 def constructive(
-    problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, fill_until: float
+    problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, fill_until: float, until: float = math.inf
 ) -> ConstructiveStarts:
-    """Allotments for a few target times, own jobs only first; encodes of later steps then fill the best one's gaps."""
+    """Allotments for a few target times, own jobs only first; encodes of later steps then fill the best one's gaps. Of
+    the targets as many are listed as `until` allows, one at least."""
     own = [i for i, job in enumerate(jobs) if not job.optional]
     ahead = [i for i, job in enumerate(jobs) if job.optional]
     tried = [*_by_targets(problem, jobs, own), *side_by_side(problem, jobs, own)]
     best: tuple[float, ListSchedule] | None = None
     for order, degrees in tried:
+        if best is not None and time.perf_counter() > until:
+            break
         schedule = listed(problem, jobs, order, degrees, context)
         reached = schedule.score
         if best is None or reached < best[0] - 1e-9:

@@ -16,7 +16,7 @@ from actors.plan.schedule.constructive import allot, list_by_tail
 from actors.plan.schedule.evaluator import simulate, to_cascades
 from actors.plan.schedule.figures import end_with_credit
 from actors.plan.schedule.problem import EncodeKey, Placement, PlannedJob, Problem, StepContext
-from actors.plan.schedule.strategy import Strategy, one_by_one
+from actors.plan.schedule.strategy import Strategy, concatenated
 from actors.plan.strategies.knapsack import knapsack_step
 from actors.plan.strategies.search import native
 from actors.plan.strategies.search.step import PlannedStep, plan_step
@@ -41,15 +41,17 @@ class CascadeSearch:
         found = plan_horizon(problem, seed, options.budget_s)
         if options.budget_s <= 0 or not problem.numbers:
             return found
+        last = problem.numbers[0] if options.replans else problem.numbers[-1]
+        gain = max(options.least_gain, 1e-9)
         try:
-            packed = one_by_one(problem, lambda step: knapsack_step(problem, step))
+            packs = [knapsack_step(problem, step) for step in problem.numbers if step <= last]
+            packed = simulate(problem, concatenated(packs))  # on workers that may still be at an early encode
+            if end_with_credit(problem, packed, last) * (1 + gain) >= end_with_credit(problem, found, last):
+                return found
+            packs += [knapsack_step(problem, step) for step in problem.numbers if step > last]
+            return simulate(problem, concatenated(packs))
         except PlanError:  # knapsack has no legal plan here
             return found
-        last = problem.numbers[0] if options.replans else problem.numbers[-1]
-        packed = simulate(problem, packed)  # on workers that may still be at an early encode
-        gain = max(options.least_gain, 1e-9)
-        earlier = end_with_credit(problem, packed, last) * (1 + gain) < end_with_credit(problem, found, last)
-        return packed if earlier else found
 
 
 def plan_horizon(problem: Problem, seed: int, budget_s: float) -> list[Cascade]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,8 +42,7 @@ def knapsack_step(problem: Problem, step: int, rule: Rule = assign) -> list[Casc
     units = _units(problem, step)
     if not units:
         return []
-    workers = problem.topology.num_workers
-    sizes, found, replicas = _choose(problem, units, workers, rule)
+    sizes, found, replicas = _choose(UnitPrices(problem), units, rule)
     order: list[Cascade] = []
     offset = 0
     for replica in range(replicas):
@@ -55,24 +54,62 @@ def knapsack_step(problem: Problem, step: int, rule: Rule = assign) -> list[Casc
     return simulate(problem, order)
 
 
-def _choose(
-    problem: Problem, units: Sequence[Unit], workers: int, rule: Rule
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+@dataclass(slots=True)
+class UnitPrices:
+    """What units take on bags. Those that cost the same are priced once: a step may have thousands of pictures."""
+
+    problem: Problem
+    _seconds: dict[tuple[Samples, tuple[Module, ...], int], float | None] = field(default_factory=dict)
+    _once: dict[tuple[Samples, int], float] = field(default_factory=dict)
+
+    def seconds(self, unit: Unit, size: int) -> float | None:
+        """Encodes at their best degree within the bag, then the dit on the whole bag."""
+        problem, item = self.problem, self.problem.items[unit.key]
+        modules = tuple(module for module in (*ENCODERS, "dit") if problem.needs(unit.key, module))
+        key = Samples.of_item(item, unit.count), modules, size
+        if key not in self._seconds:
+            total = 0.0
+            for module in modules:
+                modes = problem.modes_at_best(module, item, unit.count)
+                if module == "dit":
+                    total += dict(modes).get(size, float("inf"))
+                else:
+                    # Several encodes share the bag, so their area counts.
+                    total += min((k * s / size for k, s in modes if k <= size), default=float("inf"))
+            self._seconds[key] = total if total < float("inf") else None
+        return self._seconds[key]
+
+    def once(self, unit: Unit, size: int) -> float:
+        """Seconds of its dit on a bag of this size that a unit does not take again in a pack with others; 0 where
+        samples are not packed."""
+        problem, profile = self.problem, self.problem.profile
+        if not (profile.extrapolate and problem.needs(unit.key, "dit")):
+            return 0.0
+        key = Samples.of_item(problem.items[unit.key], unit.count), size
+        if key not in self._once:
+            over = 0.0
+            if size > problem.topology.largest:
+                over = problem.topology.least_fall * profile.penalty_once("dit", *key)
+            self._once[key] = profile.once("dit", *key) + over
+        return self._once[key]
+
+
+def _choose(prices: UnitPrices, units: Sequence[Unit], rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """(bag sizes of a replica, bag of every unit over all replicas, replicas)."""
+    problem, workers = prices.problem, prices.problem.topology.num_workers
     spec = problem.options.topology
     if spec:
         sizes = parse_topology(spec, workers)
         replicas = workers // sum(sizes)
-        return sizes, _balance(problem, units, sizes * replicas, rule).bag_of, replicas
+        return sizes, _balance(prices, units, sizes * replicas, rule).bag_of, replicas
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
     work = [
-        min(k * (s - _once(problem, u, k)) for k, s in problem.modes("dit", problem.items[u.key], u.count))
-        for u in units
+        min(k * (s - prices.once(u, k)) for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units
     ]
     best: tuple[float, tuple[int, ...], Balance] | None = None
     for sizes in _candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
         try:
-            found = _balance(problem, units, sizes, rule)
+            found = _balance(prices, units, sizes, rule)
         except PlanError:
             continue
         if best is None or max(found.load) < best[0]:
@@ -118,17 +155,17 @@ def _units(problem: Problem, step: int) -> list[Unit]:
     return units
 
 
-def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
+def _balance(prices: UnitPrices, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
     """Units in bags by what each adds to a pack; the load of a bag has what its packs take once, too."""
     kinds = sorted(set(sizes))
     costs, once = np.full((len(units), len(kinds)), np.inf), np.zeros((len(units), len(kinds)))
     for row, unit in enumerate(units):
         for column, size in enumerate(kinds):
-            seconds = _unit_seconds(problem, unit, size)
+            seconds = prices.seconds(unit, size)
             if seconds is not None:
-                once[row, column] = _once(problem, unit, size)
+                once[row, column] = prices.once(unit, size)
                 costs[row, column] = seconds - once[row, column]
-    profile, needs = problem.profile, problem.profile.needs
+    problem, profile, needs = prices.problem, prices.problem.profile, prices.problem.profile.needs
     share = needs.text_share(max(sizes))
     tokens = np.zeros(len(units))
     for row, unit in enumerate(units):
@@ -145,34 +182,6 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
     for (bag, _), seconds in of_packs.items():
         load[bag] += seconds
     return replace(found, load=tuple(load))
-
-
-def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:
-    """Encodes at their best degree within the bag, then the dit on the whole bag."""
-    item = problem.items[unit.key]
-    total = 0.0
-    for module in (*ENCODERS, "dit"):
-        if not problem.needs(unit.key, module):
-            continue
-        modes = problem.modes_at_best(module, item, unit.count)
-        if module == "dit":
-            total += dict(modes).get(size, float("inf"))
-        else:
-            # Several encodes share the bag, so their area counts.
-            total += min((k * s / size for k, s in modes if k <= size), default=float("inf"))
-    return total if total < float("inf") else None
-
-
-def _once(problem: Problem, unit: Unit, size: int) -> float:
-    """Seconds of its dit on a bag of this size that a unit does not take again in a pack with others; 0 where samples
-    are not packed."""
-    profile, item = problem.profile, problem.items[unit.key]
-    if not (profile.extrapolate and problem.needs(unit.key, "dit")):
-        return 0.0
-    part, over = Samples.of_item(item, unit.count), 0.0
-    if size > problem.topology.largest:
-        over = problem.topology.least_fall * profile.penalty_once("dit", part, size)
-    return profile.once("dit", part, size) + over
 
 
 def _bags(problem: Problem, sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:

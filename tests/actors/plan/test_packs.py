@@ -17,8 +17,10 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossIsland, CrossNode, Topology
 from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.strategies import cascade as cascade_strategy
 from actors.plan.strategies.knapsack import knapsack_step
 from actors.plan.types import Cascade, Cluster, Item, Part
+from actors.planning.make_plan import make_plan
 from actors.planning.observations import Observation, learn
 from app.bench.cluster.physics import Physics
 from app.bench.truth import learn_live
@@ -164,3 +166,24 @@ def test_simulate_times_packs_of_a_step_one_after_the_other() -> None:
     [timed] = simulate(problem, [pack])
     two = [replace(pack, id=part.item, parts=(part,)) for part in parts]
     assert simulate(problem, two)[-1].end_s - timed.end_s == pytest.approx(launches(profile))
+
+
+def test_units_that_cost_the_same_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    once = Profile.once
+    monkeypatch.setattr(Profile, "once", lambda self, *key: asked.append(key) or once(self, *key))  # type: ignore[func-returns-value]
+    step = [Item(id=str(n), batch=16, frames=1, height=64, width=96, text_tokens=8) for n in range(8)]
+    problem = Problem([step], profile_of(0.1), Cluster(nodes=(8,)), PlanOptions())
+    assert len({part for cascade in knapsack_step(problem, 0) for part in cascade.parts}) >= 8
+    assert asked and len(asked) == len(set(asked))
+
+
+def test_a_run_packs_a_later_step_only_where_packs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    monkeypatch.setattr(
+        cascade_strategy, "knapsack_step", lambda problem, step: packed.append(step) or knapsack_step(problem, step)
+    )
+    clip = Item(id="a", batch=1, frames=17, height=64, width=96, text_tokens=8)
+    options = PlanOptions(budget_s=0.01, replans=True, least_gain=10.0)
+    make_plan([[clip], [clip]], profile_of(0.1), Cluster(nodes=(2,)), options)
+    assert packed == [0]

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -369,3 +370,20 @@ def test_strips_of_nodes_with_slow_workers_have_less() -> None:
     strips = balanced_strips(jobs, chains(jobs), [1.0, 0.5, 0.25, 1.0], 8, math.inf)
     shares = [len(strip.chains) for strip in strips]
     assert sum(shares) == 30 and shares[1] in (5, 6) and shares[2] in (2, 3) and abs(shares[0] - shares[3]) <= 1
+
+
+def test_starts_are_listed_until_a_time_and_one_is_in_any_case() -> None:
+    problem = small(0, (2, 2))
+    jobs = problem.jobs()
+    whole = constructive(problem, jobs, problem.start, 0.0)
+    begun: list[ListSchedule] = []
+
+    class Listed(ListSchedule):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            begun.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actors.plan.schedule.constructive.ListSchedule", Listed)
+        found = constructive(problem, jobs, problem.start, 0.0, until=0.0)
+    assert len(begun) == 1 and found.schedule is begun[0] and len(found.tried) == len(whole.tried)

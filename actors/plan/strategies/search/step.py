@@ -19,6 +19,8 @@ MANY_JOBS = 48  # up to this number, one search over the whole cluster is strong
 PATIENCE, GRACE_S = 0.85, 0.02
 FILL = 0.1  # share of a budget that filling gaps after the search may take
 FILL_S = 0.05  # budget of filling the gaps of the best constructive schedule
+# Listing the starts takes milliseconds. On hundreds of workers that differ it takes longer: the clock ends it then.
+STARTS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def best_schedule(
     if planned is None:
         return _best_variant(problem, context, cuts, seed, budget_s, started)
     if not problem.topology.uniform:  # a cell's first plan uses whole nodes, at the pace of their slowest workers
-        whole = constructive(problem, own, context, 0.0)
+        whole = constructive(problem, own, context, 0.0, _starts_end(problem))
         if whole.score < planned.score - 1e-9:
             return whole.schedule
     return planned
@@ -105,7 +107,11 @@ def _variants(problem: Problem, context: StepContext, cuts: list[list[PlannedJob
     margin = 1.1 if len(cuts[0]) <= FEW_JOBS else 1.0
     handicaps = [0.0] + [problem.options.least_gain] * (len(cuts) - 1)
     whole, *cut = [
-        Variant(jobs, constructive(problem, jobs, context, _deadline(problem, time.perf_counter(), FILL_S)), handicap)
+        Variant(
+            jobs,
+            constructive(problem, jobs, context, _deadline(problem, time.perf_counter(), FILL_S), _starts_end(problem)),
+            handicap,
+        )
         for jobs, handicap in zip(cuts, handicaps)
     ]
     promising = [variant for variant in cut if variant.starts.score < margin * whole.starts.score]
@@ -115,3 +121,8 @@ def _variants(problem: Problem, context: StepContext, cuts: list[list[PlannedJob
 def _deadline(problem: Problem, started: float, budget_s: float) -> float:
     """When the wall clock ends what began at `started`."""
     return problem.options.clock_end(started + PATIENCE * budget_s + GRACE_S)
+
+
+def _starts_end(problem: Problem) -> float:
+    """When the wall clock ends the listing of starts that begins now."""
+    return problem.options.clock_end(time.perf_counter() + STARTS_S)
