@@ -79,7 +79,7 @@ def profile_of(
             assumed = flop_profile(model, geometry, device, measured)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         profile.halved = HalvedHeads.of(model.dit, profile.device)
-        profile.row_bytes = exchange_seconds(model.dit, 1.0)
+        profile.row_bytes, profile.latent_channels = exchange_seconds(model.dit, 1.0), model.dit.out_channels
         degrees = profile.candidate_degrees("dit")
     else:
         profile = flop_profile(model, geometry, device, measured)

@@ -64,6 +64,7 @@ class KnownCosts:
     cross_island: CrossIsland = field(default_factory=CrossIsland)
     row_bytes: float = 0.0  # that a row of the DiT's bags takes, which a member sends, in training; 0: not known
     handoff: Handoff = field(default_factory=Handoff)
+    latent_channels: int = 16  # of what is handed over
     update: UpdateCosts = field(default_factory=UpdateCosts)
     remainders: tuple[RemainderPoint, ...] = ()  # of a run's steps, beside cascades and end
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured

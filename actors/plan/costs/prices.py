@@ -237,10 +237,10 @@ class CascadePrices(KnownCosts):
         return self.handoff_seconds(item, count) if bag.isdisjoint(producers) else 0.0
 
     def handoff_seconds(self, item: Item, count: int) -> float:
-        """Delay of a consumer that holds none of the producer's workers. Latents: 16 channels of 4 bytes per token."""
+        """Delay of a consumer that holds none of the producer's workers, by the size of latents in fp32."""
         stride_t, stride_h, stride_w = self.geometry.vae_stride
-        gib = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w) * 64 / 2**30
-        return self.handoff.seconds(gib)
+        places = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w)
+        return self.handoff.seconds(places * 4 * self.latent_channels / 2**30)
 
     def update_seconds(self, workers: int, nodes: int = 1) -> float:
         """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""

@@ -82,6 +82,7 @@ class Profile(CascadePrices):
             models=fits,
             num_heads=heads,
             row_bytes=exchange_seconds(dit, 1.0),
+            latent_channels=dit.out_channels,
             sliced=SlicedBlocks.of(dit, fits["dit"]),
             halved=HalvedHeads.of(dit, device),
             text_cost=text_cost(dit),

@@ -54,6 +54,15 @@ def test_few_handoffs_change_nothing() -> None:
     assert profile.handoff == Handoff(latency_s=0.5)
 
 
+@pytest.mark.parametrize("channels", [16, 48, 128])
+def test_what_is_handed_over_has_the_channels_of_the_model(channels: int) -> None:
+    """A second for each 1,000 bytes: of 5 by 4 by 6 places of 4 bytes a channel."""
+    profile = Profile.from_flops(WanConfig(num_heads=4, in_channels=channels, out_channels=channels))
+    profile.handoff = Handoff(gib_per_s=1000 / GIB)
+    clip = Item(id="a", batch=1, frames=20, height=32, width=48)
+    assert profile.handoff_seconds(clip, 1) == pytest.approx(5 * 4 * 6 * 4 * channels / 1000)
+
+
 def test_impossible_measurements_are_refused() -> None:
     for num_bytes, seconds in ((1, float("nan")), (1, -0.1), (-1, 0.1)):
         with pytest.raises(ValueError, match="handoff of"):
