@@ -16,7 +16,7 @@ from actors.plan.costs.point import NEWEST, PointKey, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
-from actors.plan.types import Cluster, Module
+from actors.plan.types import Cluster, Module, PlanError
 
 _CHANGED = 0.05  # share by which a worker's speed must differ for what it measured to be doubted
 _LEAST = 0.1  # of a cascade that is not its detour: noise cannot make the rest nothing
@@ -98,13 +98,23 @@ def learn(profile: Profile, found: Iterable[Observation], island_gbps: float = 0
     not need is no part of its price, by a GPU's GB/s to another island or what the profile says of it."""
     refused = []
     # asked of all of them first: each moves the fit, and to make that anew takes longer than all else here
-    with_again = [(one, profile.again(one.module, one.parts, one.degree, one.spanned)) for one in found]
-    for one, again in with_again:
+    asked = []
+    for one in found:
+        cascade = one.module, one.parts, one.degree, one.spanned
+        try:
+            prices = profile.prices_of(*cascade) if len(one.parts) > 1 else None
+        except PlanError as error:  # a part that has no price cannot be divided
+            refused.append(str(error))
+        else:
+            asked.append((one, profile.again(*cascade), prices))
+    for one, again, prices in asked:
         try:
             detour = profile.detour_together(one.module, one.parts, one.degree, island_gbps) if one.strays else 0.0
             seconds = max(one.seconds - detour, _LEAST * one.seconds)
-            profile.observe_packed(one.module, one.parts, one.degree, seconds, spanned=one.spanned, again=again)
-        except ValueError as error:  # also PlanError: a part that has no price cannot be divided
+            profile.observe_packed(
+                one.module, one.parts, one.degree, seconds, spanned=one.spanned, again=again, prices=prices
+            )
+        except ValueError as error:
             refused.append(str(error))
     return refused
 

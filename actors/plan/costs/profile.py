@@ -181,20 +181,18 @@ class Profile(CascadePrices):
         *,
         spanned: BagSpread | None = None,
         again: float | None = None,
+        prices: Sequence[float] | None = None,
     ) -> None:
         """Learn from a cascade of several shapes, which is priced as `together` says: each takes a part of the
-        difference, the larger the less often it was measured. `again` is what `again` says, where a caller has asked
-        already. Raises as `observe`, and PlanError where a part has no price."""
+        difference, the larger the less often it was measured. `again` and `prices` are what `again` and `prices_of`
+        say, where a caller has asked already. Raises as `observe`, and PlanError where a part has no price."""
         if len(parts) == 1:
             self.observe(module, parts[0], degree, seconds, spanned=spanned)
             return
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a packed {module} cascade took {seconds} s; a duration must be positive and finite.")
-        prices = [self.seconds(module, part, degree) for part in parts]
-        if spanned is not None:
-            more = [self.penalty(module, part, degree) for part in parts]
-            fall = self.cross_node.fall(spanned.overlap)
-            prices = [price + fall * extra for price, extra in zip(prices, more, strict=True)]
+        if prices is None:
+            prices = self.prices_of(module, parts, degree, spanned)
         doubts = []
         for part, price in zip(parts, prices, strict=True):
             known = self._before(part.key(module, degree), spanned)
@@ -205,6 +203,16 @@ class Profile(CascadePrices):
             # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
             own = max(price + error * doubt / sum(doubts), 0.2 * price * apart / sum(prices))
             self.observe(module, part, degree, own, spanned=spanned)
+
+    def prices_of(
+        self, module: Module, parts: Sequence[Samples], degree: int, spanned: BagSpread | None = None
+    ) -> list[float]:
+        """Seconds of each of these parts alone; `spanned` of a bag over nodes. PlanError where one has no price."""
+        prices = [self.seconds(module, part, degree) for part in parts]
+        if spanned is None:
+            return prices
+        fall = self.cross_node.fall(spanned.overlap)
+        return [price + fall * self.penalty(module, part, degree) for price, part in zip(prices, parts, strict=True)]
 
     def forget(self, key: PointKey, spanned: BagSpread | None = None) -> None:
         """Drop what was learned of a point, whose workers had another speed: the file or the model holds again."""

@@ -19,7 +19,7 @@ from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies import cascade as cascade_strategy
 from actors.plan.strategies.knapsack import knapsack_step
-from actors.plan.types import Cascade, Cluster, Item, Part
+from actors.plan.types import Cascade, Cluster, Item, Module, Part
 from actors.planning.make_plan import make_plan
 from actors.planning.observations import Observation, learn
 from app.bench.cluster.physics import Physics
@@ -187,3 +187,15 @@ def test_a_run_packs_a_later_step_only_where_packs_are_taken(monkeypatch: pytest
     options = PlanOptions(budget_s=0.01, replans=True, least_gain=10.0)
     make_plan([[clip], [clip]], profile_of(0.1), Cluster(nodes=(2,)), options)
     assert packed == [0]
+
+
+def test_packs_of_a_step_are_learned_by_one_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran with other captions than it is priced for asks the model, which each measurement moves."""
+    profile = profile_of(0.1)
+    fits: list[Module] = []
+    for part in PARTS:
+        profile.observe("dit", replace(part, text_tokens=50), 1, 2.0)
+    fit = Profile._fit
+    monkeypatch.setattr(Profile, "_fit", lambda self, module: fits.append(module) or fit(self, module))  # type: ignore[func-returns-value]
+    assert not learn(profile, [Observation(module="dit", parts=PARTS, degree=1, seconds=5.0)] * 8)
+    assert fits == ["dit"] and profile.live[PARTS[0].key("dit", 1)].count == 9
