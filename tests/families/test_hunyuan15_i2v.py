@@ -187,6 +187,7 @@ def test_rows_are_those_of_the_pipeline(folder: Path) -> None:
     texts = encoder.encode(CAPTIONS, shown)
     with torch.no_grad():
         states, mask, glyphs, glyph_mask = pipe.encode_prompt(CAPTIONS, device="cpu", batch_size=len(CAPTIONS))
+    largest = float(states.abs().max())  # other rows in a batch are other roundings
     for i, found in enumerate(texts):
         with torch.no_grad():
             seen = pipe.encode_image(Image.fromarray(shown[i]), 1, torch.device("cpu"), torch.float32)[0]
@@ -196,10 +197,10 @@ def test_rows_are_those_of_the_pipeline(folder: Path) -> None:
         torch.testing.assert_close(found[:9, :8], seen, atol=ATOL * float(seen.abs().max()), rtol=0)
         assert not found[:9, 8:-1].any()
         torch.testing.assert_close(found[9:first, :16], glyphs[i, : first - 9], atol=ATOL, rtol=0)
-        torch.testing.assert_close(found[first:, :-1], states[i, :rows], atol=ATOL, rtol=0)
+        torch.testing.assert_close(found[first:, :-1], states[i, :rows], atol=ATOL * largest, rtol=0)
     assert not torch.allclose(texts[0][:9], texts[1][:9], atol=1e-2)
     (alone,) = encoder.encode([CAPTIONS[2]], [shown[2]])
-    torch.testing.assert_close(alone, texts[2], atol=ATOL, rtol=0)
+    torch.testing.assert_close(alone, texts[2], atol=ATOL * largest, rtol=0)
     assert token_counter(text)("a dot") == encoder.count("a dot") - 9
     with pytest.raises(ValueError, match="2 captions and 1 pictures: this text has rows of the first frame"):
         encoder.encode(["a", "b"], shown[:1])
