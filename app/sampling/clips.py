@@ -451,9 +451,14 @@ def write_clips(out: Path, clips: Iterable[tuple[int, np.ndarray]], prompts: Seq
     return [*files, sheet]
 
 
+def is_clip_folder(out: Path) -> bool:
+    """Whether `out` means a folder of clips: one that is there may have any name, as samples/wan2.1."""
+    return not out.suffix or out.is_dir()
+
+
 def clip_files(out: Path, count: int) -> tuple[list[Path], Path]:
     """(the clips, their contact sheet) that `out` means: numbered when there are several, inside of a folder."""
-    stem = out.with_suffix("") if out.suffix else out / "sample"
+    stem = out / "sample" if is_clip_folder(out) else out.with_suffix("")
     names = [f"{stem.name}.mp4"] if count == 1 else [f"{stem.name}-{index:02d}.mp4" for index in range(count)]
     return [stem.with_name(name) for name in names], stem.with_name(f"{stem.name}.png")
 

@@ -27,6 +27,7 @@ from app.sampling.clips import (
     clip_files,
     clips_of,
     first_frames,
+    is_clip_folder,
     write_clips,
 )
 from app.sampling.model import SavedModel, one_checkpoint, saved_model
@@ -64,8 +65,10 @@ def run(
     """Body of the command. Prompts and settings that are not given are those of the run. Returns the files written.
     With a `crew` its workers make the clips, and this process loads no weights."""
     changes = changes or ClipChanges()
-    if out.suffix not in ("", ".mp4"):
-        raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
+    if out.suffix != ".mp4" and not is_clip_folder(out):
+        raise ConfigError(
+            f"--out {out} must end in .mp4, or be a folder for several clips; make one with a dot in its name before."
+        )
     _check_ranges(changes)
     _writable(out)
     saved = saved_model(checkpoint, ema=ema, device=device, other=other, loras=loras)
@@ -176,7 +179,7 @@ def _check_settings(settings: ClipSettings, config: RunConfig, geometry: Geometr
 
 def _writable(out: Path) -> None:
     """Raises ConfigError before the work begins when its files could not be written. Leaves nothing."""
-    folder = out.parent if out.suffix else out
+    folder = out if is_clip_folder(out) else out.parent
     missing = list(takewhile(lambda above: not above.exists(), (folder, *folder.parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,17 @@ from app.drawing.text import font_of, lines_of
 from app.drawing.video import SHEET_CLIPS, contact_sheet, sheet_frames, write_mp4
 from app.sampling import clips, sample
 from app.sampling import model as sampled
-from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, clips_of, make_clips, sample_run, write_clips
+from app.sampling.clips import (
+    ClipChanges,
+    ClipOrder,
+    ClipSettings,
+    clip_files,
+    clips_of,
+    is_clip_folder,
+    make_clips,
+    sample_run,
+    write_clips,
+)
 from app.sampling.model import SavedModel, saved_model
 from app.sampling.sample import default_out, run
 from app.settings.config import RunConfig
@@ -389,6 +399,14 @@ def test_guidance_moves_away_from_the_negative_prompt_of_the_run_where_none_is_g
     assert settings.negative_prompt == settings.changed(ClipChanges()).negative_prompt == "blurred"
     assert settings.changed(ClipChanges(negative_prompt="")).negative_prompt == ""
     assert ClipSettings.of(config).negative_prompt == ""
+
+
+def test_a_folder_that_is_there_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "wan2.1"
+    assert not is_clip_folder(folder)
+    folder.mkdir()
+    assert clip_files(folder, 2)[0] == [folder / "sample-00.mp4", folder / "sample-01.mp4"]
+    assert clip_files(tmp_path / "wan2.2.mp4", 1)[0] == [tmp_path / "wan2.2.mp4"]
 
 
 def test_forcing_is_changed_or_left_out_by_options() -> None:
