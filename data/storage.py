@@ -519,10 +519,9 @@ def _glob(pattern: str) -> dict[str, FileStat | None]:
 def _is_glob(pattern: str) -> bool:
     """Whether it stands for other names. A local path that is there as it is written does not, as `pairs [v2]/`, and
     the query of an address of fsspec is of its name: https://host/a.tar?download=true."""
-    if is_local(pattern) and os.path.exists(local_path(pattern)):
-        return False
     name = OPTIONS.sub("", pattern) if _is_of_python(pattern) else pattern
-    return any(sign in name for sign in "*?[")
+    signs = any(sign in name for sign in "*?[")
+    return signs and not (is_local(pattern) and os.path.exists(local_path(pattern)))
 
 
 def _is_hidden(names: Sequence[str]) -> bool:

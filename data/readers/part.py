@@ -21,6 +21,7 @@ from typing import BinaryIO, NotRequired, TypedDict
 from zlib import crc32
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data.ledger import BadSample, Fault, FaultRecord, Reason
@@ -408,7 +409,7 @@ def _is_outdated(path: Path, footer: pq.FileMetaData, meta: PartMeta) -> bool:
     """Whether a part of before there was a REVISION may be another one if it is read now."""
     return (
         not _UNTURNED.isdisjoint(_suffixes(path, footer))
-        or (Reason.SPLIT_KEY in meta["rejects"] and any(key.endswith("/") for key in _texts(path, "key")))
+        or (Reason.SPLIT_KEY in meta["rejects"] and pc.any(pc.ends_with(_column(path, "key"), "/")).as_py())
         or (Reason.TRUNCATED_VIDEO in meta["rejects"] and "no moov box" in _texts(path, "detail"))
         or {Reason.SPECIAL_MEMBER, Reason.GARBAGE_HEADER} <= {fault["reason"] for fault in meta["faults"]}
         or any(f"{SCORE}{bound}_frame" in footer.schema.names for bound in ("start", "end"))
@@ -426,7 +427,11 @@ def _suffixes(path: Path, footer: pq.FileMetaData) -> set[str]:
 
 
 def _texts(path: Path, column: str) -> set[str]:
-    return set(pq.read_table(path, columns=[column]).column(column).to_pylist())
+    return set(_column(path, column).unique().to_pylist())
+
+
+def _column(path: Path, name: str) -> pa.ChunkedArray:
+    return pq.read_table(path, columns=[name]).column(name)
 
 
 def _size_of(path: Path) -> int:

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.config import SourceConfig
-from data.dataset.index import FILES_KEPT
+from data.dataset.index import FOOTERS_KEPT
 from data.dataset.index_build import build_index, index_folder
 from data.errors import DataError
 from data.ledger import Ledger
@@ -391,14 +392,17 @@ def test_rows_agree_with_columns_and_with_the_bytes(folder, tmp_path):
 @pytest.fixture
 def footers(monkeypatch) -> list[str]:
     """Index files whose footers are parsed."""
-    seen = []
+    seen: list[str] = []
+    parse, read = pq.read_metadata, pq.ParquetFile
 
-    class Counting(pq.ParquetFile):
-        def __init__(self, file) -> None:
-            seen.append(Path(file).name)
-            super().__init__(file)
+    def counting(file: Path) -> pq.FileMetaData:
+        seen.append(file.name)
+        return parse(file)
 
-    monkeypatch.setattr(pq, "ParquetFile", Counting)
+    def opened(file: Path, metadata: pq.FileMetaData) -> pq.ParquetFile:
+        return read(file, metadata=metadata)
+
+    monkeypatch.setattr("data.dataset.index.pq", SimpleNamespace(read_metadata=counting, ParquetFile=opened))
     return seen
 
 
@@ -414,16 +418,16 @@ def test_many_rows_in_one_shard_cross_row_groups(tmp_path, footers):
     assert len(footers) == 1, "that of a large part takes ten times as long as a row"
 
 
-def test_files_of_few_parts_stay_open(tmp_path, footers):
+def test_footers_of_a_few_parts_are_kept(tmp_path, footers):
     (tmp_path / "shards").mkdir()
-    for number in range(FILES_KEPT + 1):
+    for number in range(FOOTERS_KEPT + 1):
         (tmp_path / "shards" / f"{number:05d}.tar").write_bytes(shard(good(2)))
     index, _ = index_of(tmp_path / "shards", tmp_path / "cache")
     footers.clear()
-    for number in (*range(FILES_KEPT), *range(FILES_KEPT), FILES_KEPT, 1, 0):
+    for number in (*range(FOOTERS_KEPT), *range(FOOTERS_KEPT), FOOTERS_KEPT, 1, 0):
         index._groups.clear()
         assert index.row(2 * number + 1).key == "000001"
-    assert [int(name[:5]) for name in footers] == [*range(FILES_KEPT + 1), 0]
+    assert [int(name[:5]) for name in footers] == [*range(FOOTERS_KEPT + 1), 0]
 
 
 def test_filters(folder, tmp_path):
