@@ -52,14 +52,15 @@ class WorkersConfig:
     # tensors of every worker counted.
     memory_gib: float = 0.0
     # Below `min` for longer than this: checkpoint and stop with exit code 75. It does not run while workers load that
-    # would make enough.
+    # would make enough. A process that is not heard of has three quarters of it while it runs.
     wait_s: float = 300.0
     heartbeat_s: float = 0.5  # seconds between a worker's signs of life
-    # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, the time in which it reads the
-    # weights at 25 MB/s, and that in which all workers read them from a storage of 1 GB/s together.
+    # A worker that loads its modules for longer hangs, and is given up, as one whose process is not heard of for so long
+    # before. 0: ten minutes, the time in which it reads the weights at 25 MB/s, and that in which all workers read them
+    # from a storage of 1 GB/s together.
     start_s: float = 0.0
     # Silent for this long: suspected, then replaced. Nodes that do not answer each other for this long, though they all
-    # answer the run, are not trained on together.
+    # answer the run, are not trained on together. The actor that hears the workers is then started again.
     suspect_s: float = 20.0
     # A worker that waits for another one for longer gives the generation up, as one of them hangs; a death is noticed
     # at once. The limit of a step is `patience_factor` times the seconds that its plan and its end should take, but no
@@ -165,7 +166,9 @@ class SnapshotConfig:
     # where a snapshot costs less than that.
     every: int | Literal["auto"] = "auto"
     copies: int = 1  # on other nodes; a loss of more nodes at once goes back to the last checkpoint
-    patience_s: float = 600.0  # how long a keeper that lives and does not answer is waited for before it counts as lost
+    # How long a keeper that lives and does not answer is waited for before it counts as lost, and a worker that copies
+    # its state for a snapshot.
+    patience_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.patience_s <= 0:

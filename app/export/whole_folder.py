@@ -16,7 +16,7 @@ from pathlib import Path
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
-_HIDDEN = ".heddle-export-"
+_HIDDEN = ".heddle-export"  # and a name of its own
 _MOVING = ".moving.json"  # in a hidden folder while its entries are moved up: which were, and which one is
 
 
@@ -37,7 +37,7 @@ def whole_folder(to: Path, last: str) -> Iterator[Path]:
     for left in begin.parent.glob(glob.escape(begin.name) + "*"):  # by one that was killed
         with _alone(left, to):
             _remove(*_moved_from(left), left)
-    work = begin.with_name(begin.name + uuid.uuid4().hex[:12])
+    work = begin.with_name(f"{begin.name}-{uuid.uuid4().hex[:12]}")
     work.mkdir(parents=True)
     with _alone(work, to):
         try:
@@ -68,12 +68,16 @@ def _others_in(folder: Path) -> set[Path]:
 @contextmanager
 def _alone(hidden: Path, to: Path) -> Iterator[None]:
     """No other process of this machine writes in the hidden folder, for as long. Raises ConfigError where one does."""
-    folder = os.open(hidden, os.O_RDONLY)
+    another = ConfigError(f"another export writes {to}; wait for its end, or choose another --to.")
+    try:
+        folder = os.open(hidden, os.O_RDONLY)
+    except FileNotFoundError:  # that has begun in the same moment
+        raise another from None
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another export writes {to}; wait for its end, or choose another --to.") from None
+            raise another from None
         except OSError:  # a file system without locks
             pass
         yield

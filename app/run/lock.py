@@ -56,10 +56,16 @@ class Stamp:
 
 
 def lock_path(folder: Path, role: str) -> Path:
-    """The lock's path beside the folder, so that the lock also covers creating and emptying the folder. It is the same
-    by whatever links the folder is reached."""
-    folder = Path(os.path.realpath(folder))
-    return folder.parent / f".{folder.name}.{role}.lock"
+    """The lock's path beside the folder, so that the lock also covers creating and emptying the folder."""
+    return beside(folder, f"{role}.lock")
+
+
+def beside(folder: Path, what: str) -> Path:
+    """A file of a run beside its folder, the same by whatever links that is reached; of a link to a place that takes no
+    files of ours, beside the link."""
+    target = Path(os.path.realpath(folder))
+    place = target if os.access(target.parent, os.W_OK | os.X_OK) else folder
+    return place.parent / f".{place.name}.{what}"
 
 
 def holder(path: Path) -> Stamp | None:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from app.run.lock import beside
+
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
@@ -35,8 +37,7 @@ class Succession:
     (`heed`)."""
 
     def __init__(self, folder: Path, token: str) -> None:
-        folder = Path(os.path.realpath(folder))  # as its locks
-        self._path = folder.parent / f".{folder.name}.successor"
+        self._path = beside(folder, "successor")
         self._mine = Asked(token=token, host=socket.gethostname(), pid=os.getpid())
         self._asked = False
         self._end = threading.Event()

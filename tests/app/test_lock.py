@@ -71,6 +71,15 @@ def test_a_folder_that_is_reached_by_a_link_has_one_lock(tmp_path: Path) -> None
             second.take(0.0, ignore)
 
 
+def test_of_a_link_to_a_place_that_takes_no_files_the_lock_lies_beside_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch" / "mine").mkdir(parents=True)
+    (tmp_path / "demo").symlink_to(tmp_path / "scratch" / "mine")
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path / "scratch")
+    assert lock_path(tmp_path / "demo", "driver") == tmp_path / ".demo.driver.lock"
+
+
 def test_a_killed_run_blocks_nobody(path: Path) -> None:
     with other_process(path) as process:
         process.kill()
