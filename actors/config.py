@@ -59,8 +59,8 @@ class WorkersConfig:
     # before. 0: ten minutes, the time in which it reads the weights at 25 MB/s, and that in which all workers read them
     # from a storage of 1 GB/s together.
     start_s: float = 0.0
-    # Silent for this long: suspected, then replaced. Nodes that do not answer each other for this long, though they all
-    # answer the run, are not trained on together. The actor that hears the workers is then started again.
+    # Silent for this long: suspected, then replaced; the actor that hears the workers is started again. Nodes that do
+    # not answer each other for this long, though they all answer the run, are not trained on together.
     suspect_s: float = 20.0
     # A worker that waits for another one for longer gives the generation up, as one of them hangs; a death is noticed
     # at once. The limit of a step is `patience_factor` times the seconds that its plan and its end should take, but no
