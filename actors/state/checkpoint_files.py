@@ -207,7 +207,7 @@ def damage(folder: Path) -> str:
 
 def latest(root: Path) -> Path | None:
     """The whole checkpoint of the highest step, or None. Says at WARNING which newer ones it passes over, and why."""
-    for folder in reversed(_step_folders(root)):
+    for folder in reversed(step_folders(root)):
         why = damage(folder) if is_complete(folder) else _INCOMPLETE
         if not why:
             return folder
@@ -215,14 +215,17 @@ def latest(root: Path) -> Path | None:
     return None
 
 
-def incomplete(root: Path, after: int) -> list[Path]:
-    """Checkpoints of later steps that are torn, or that somebody is writing."""
-    return [folder for folder in _step_folders(root) if _step_of(folder) > after and not is_complete(folder)]
+def step_folders(root: Path) -> list[Path]:
+    """Of all checkpoints below `root`, whole or not, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=_step_of)
 
 
 def complete(root: Path) -> list[Path]:
     """All complete checkpoints below `root`, oldest first."""
-    return [folder for folder in _step_folders(root) if is_complete(folder)]
+    return [folder for folder in step_folders(root) if is_complete(folder)]
 
 
 def load(folder: Path) -> tuple[Meta, list[ShardState]]:
@@ -290,15 +293,23 @@ def prune(
     step `until` count as none, and stay: a run that passed them over because they are damaged would else lose the one
     that it has just written. What the storage does not let go now, or says nothing about, goes next time.
     """
+    whole, withheld = list[Path](), set[Path]()
     try:
-        there, whole = _step_folders(root), complete(root)
+        there = step_folders(root)
     except OSError as error:
         log.warning("no old checkpoint is removed now: %s", error)
         return []
+    for folder in there:
+        try:
+            if is_complete(folder):
+                whole.append(folder)
+        except OSError as error:
+            log.warning("%s is not removed now: %s", folder, error)
+            withheld.add(folder)
     found = [folder for folder in whole if until is None or _step_of(folder) <= until]
     if not found:
         return []
-    keep = set(found[-keep_last:])  # all of them for 0
+    keep = withheld | set(found[-keep_last:])  # all of them for 0
     keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
     newest = _step_of(found[-1])
     keep |= {folder for folder in there if _step_of(folder) in writing}
@@ -337,13 +348,6 @@ def _shard_names(folder: Path) -> list[str]:
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
-
-
-def _step_folders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    found = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step_of)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -40,10 +40,10 @@ from actors.state.checkpoint_files import (
     COMPLETE,
     Meta,
     ParameterMeta,
-    complete,
     damage,
-    incomplete,
+    is_complete,
     load,
+    step_folders,
     trained_parameters,
 )
 from actors.state.checkpoint_writer import Writer, root_of, step_of
@@ -121,6 +121,8 @@ class RunState:
             setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
         )
         self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
+        # Checkpoints that storage has not given for long, and why.
+        self._withheld: dict[Path, OSError] = {}
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._repairs = 0  # of the keepers since the last commit
@@ -142,6 +144,8 @@ class RunState:
             recovery = self._decide(found := self.on_disk(), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
             if folder is None or not (self._is_damaged(Path(folder)) or self.on_disk() != found):
+                if recovery.origin is None and self._withheld:  # a new start would drop all of the run
+                    raise next(iter(self._withheld.values()))
                 self._silent = self.keepers.silent if recovery.step < commits.newest else ()
                 return recovery
 
@@ -227,11 +231,30 @@ class RunState:
         return held[1] if held is not None else None
 
     def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
-        """The newest complete checkpoint up to this step that has not been found damaged. Raises what keeps storage
-        from saying so."""
-        folders = _answer(lambda: complete(root_of(self._run_dir)))
-        whole = [folder for folder in folders if step_of(folder) <= until and not self._verdicts.get(_stamp(folder))]
-        return (step_of(whole[-1]), whole[-1]) if whole else None
+        """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
+        Raises what keeps storage from saying which there are."""
+        deadline = time.monotonic() + _STORAGE_S
+        folders = _answer(lambda: step_folders(root_of(self._run_dir)), deadline)
+        self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
+        for folder in reversed(folders):
+            usable = step_of(folder) <= until and not self._verdicts.get(_stamp(folder))
+            if usable and self._is_whole(folder, deadline):
+                return step_of(folder), folder
+        return None
+
+    def _is_whole(self, folder: Path, deadline: float) -> bool:
+        """Whether a checkpoint is complete. One that storage does not give until `deadline` is passed over, and asked
+        for once by each later call, until it is there again."""
+        try:
+            whole = _answer(lambda: is_complete(folder), -math.inf if folder in self._withheld else deadline)
+        except OSError as error:
+            if folder not in self._withheld:
+                log.warning("%s is passed over: %s", folder, error)
+                self._tell(CheckpointPassedOver(folder=folder.name, why=f"storage does not give it: {error}"))
+            self._withheld[folder] = error
+            return False
+        self._withheld.pop(folder, None)
+        return whole
 
     def step_on_disk(self) -> int:
         """The step of the newest complete checkpoint; -1 without one, or while storage does not say."""
@@ -253,10 +276,11 @@ class RunState:
 
     def _tell_torn(self) -> None:
         """Says why another than the newest checkpoint is used."""
-        on_disk = self.step_on_disk()
-        for folder in _answer(lambda: incomplete(root_of(self._run_dir), on_disk)):
-            log.warning("%s is passed over: it is not complete", folder)
-            self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
+        on_disk, deadline = self.step_on_disk(), time.monotonic() + _STORAGE_S
+        for folder in _answer(lambda: step_folders(root_of(self._run_dir)), deadline):
+            if step_of(folder) > on_disk and not self._is_whole(folder, deadline) and folder not in self._withheld:
+                log.warning("%s is passed over: it is not complete", folder)
+                self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -465,9 +489,10 @@ class RunState:
                 self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20, enabled=enabled))
 
 
-def _answer(question: Callable[[], T]) -> T:
-    """What storage says, which may not answer for a moment. Raises what keeps it from that for longer."""
-    deadline = time.monotonic() + _STORAGE_S
+def _answer(question: Callable[[], T], deadline: float | None = None) -> T:
+    """What storage says, which may not answer for a moment. Raises what keeps it from that after `deadline` (monotonic
+    seconds; None: in a minute)."""
+    deadline = time.monotonic() + _STORAGE_S if deadline is None else deadline
     while True:
         try:
             return question()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from actors.state import checkpoint_files
 from actors.state.checkpoint_files import (
     COMPLETE,
     CheckpointError,
@@ -374,6 +375,22 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
     monkeypatch.setattr("actors.state.checkpoint_files.shutil.rmtree", busy)
     assert prune(tmp_path, keep_last=1) == []
     assert latest(tmp_path) == step_folder(tmp_path, 19)
+
+
+def test_prune_goes_on_where_storage_does_not_give_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 19, 29, 39):
+        write(tmp_path, step)
+    listed = checkpoint_files._listed
+
+    def given(folder: Path) -> list[checkpoint_files.File]:
+        if folder.name == "step-19":
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(checkpoint_files, "_listed", given)
+    assert [folder.name for folder in prune(tmp_path, keep_last=1)] == ["step-9", "step-29"]
 
 
 @pytest.mark.parametrize("asked", ["size", "bytes"])

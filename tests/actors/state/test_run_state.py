@@ -16,7 +16,7 @@ import ray
 from actors.config import SnapshotConfig
 from actors.held_state import HeldShard, Origin
 from actors.messages import Handover, WorkerInfo
-from actors.records.events import CheckpointDamaged
+from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
@@ -128,14 +128,57 @@ def test_where_storage_does_not_say_what_it_has_the_keepers_stay(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
 
-    def silent(folder: Path) -> bool:
+    def silent(folder: Path) -> list[checkpoint.File]:
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(folder))
 
     state = state_of(tmp_path, keepers=(keepers := KeepersHere()))
     with monkeypatch.context() as lost:
-        lost.setattr(checkpoint, "is_complete", silent)
+        lost.setattr(checkpoint, "_listed", silent)
         assert not state.free_memory(7) and keepers.told == []
     assert state.free_memory(7)
+
+
+@pytest.mark.parametrize(("step", "goes_on"), [(9, 29), (29, 19)], ids=["an old one", "the newest"])
+def test_a_checkpoint_that_storage_does_not_give_for_long_is_passed_over_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, goes_on: int
+) -> None:
+    """It ended the run with the next lost worker, though keepers held all, and no resume began."""
+    folders = {one: write_checkpoint(tmp_path, one, {}) for one in (9, 19, 29)}
+    now = withhold(monkeypatch, folders[step])
+    listener = Listening()
+    begun = state_of(tmp_path, listener=listener, model=MODEL)
+    origin = begun.first()
+    assert origin is not None and origin.step == goes_on and now[0] < 70
+    assert listener.kinds == ([CheckpointPassedOver] if goes_on < step else [])
+    running = state_of(tmp_path, listener=listener, keepers=KeepersHere(Standing(committed=40), a=[held(40)]))
+    assert running.recover(CommitLog(committed=40)).step == 40 and running.step_on_disk() == goes_on
+    waited = now[0]
+    assert running.step_on_disk() == goes_on and now[0] == waited, "it is waited for once"
+    monkeypatch.undo()
+    assert running.step_on_disk() == 29
+
+
+def test_a_run_whose_checkpoints_storage_does_not_give_does_not_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withhold(monkeypatch, write_checkpoint(tmp_path, 9, {}))
+    with pytest.raises(OSError, match="Input/output error"):
+        state_of(tmp_path).first()
+
+
+def withhold(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[float]:
+    """Storage does not give this checkpoint; returns a clock that runs while it is waited for."""
+    now, listed = [0.0], checkpoint._listed
+
+    def given(asked: Path) -> list[checkpoint.File]:
+        if asked == folder:
+            raise OSError(errno.EIO, "Input/output error", str(folder / checkpoint.COMPLETE))
+        return listed(asked)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(checkpoint, "_listed", given)
+    return now
 
 
 def info(worker: str, node: str, pid: int) -> WorkerInfo:
