@@ -35,6 +35,11 @@ class CommitLog:
         steps = [done.running.step for done in self.finished]
         return steps[-1] if steps and steps[0] == self.committed + 1 else self.committed
 
+    @property
+    def wanted(self) -> int:
+        """The newest step whose state may be held: whoever has another one may not have heard of the one recorded."""
+        return self.newest if self.recorded is None else max(self.newest, self.recorded[0])
+
     def knows(self, held: HeldShard) -> bool:
         """Whether the step of a shard has a line of metrics, or the reports of which one is made."""
         return held.step <= self.newest or (held.step, held.generation) == self.recorded

@@ -146,7 +146,7 @@ class RunState:
             if folder is None or not (self._is_damaged(Path(folder)) or self.on_disk() != found):
                 if recovery.origin is None and self._withheld:  # a new start would drop all of the run
                     raise next(iter(self._withheld.values()))
-                self._silent = self.keepers.silent if recovery.step < commits.newest else ()
+                self._silent = self.keepers.silent if recovery.step < commits.wanted else ()
                 return recovery
 
     def _decide(self, checkpoint: tuple[int, Path] | None, commits: CommitLog) -> Recovery:
@@ -157,7 +157,7 @@ class RunState:
             return recovery_of(inventories, checkpoint, commits)
 
         patience_s = self._config.snapshot.patience_s
-        return decide(self.keepers.inventories(patience_s, lambda found: decide(found).step >= commits.newest))
+        return decide(self.keepers.inventories(patience_s, lambda found: decide(found).step >= commits.wanted))
 
     def _refuse_to_guess(self, step: int, last_step: int) -> None:
         """Going on from `step` would drop what a keeper holds that lives and has not answered: a person decides."""

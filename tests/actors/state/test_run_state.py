@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base
-from actors.state.recovery import CommitLog
+from actors.state.recovery import CommitLog, KeeperInventory
 from actors.state.run_state import StuckCommit
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
@@ -226,6 +227,26 @@ def test_a_generation_that_goes_on_from_keepers_has_its_state_copied_before_the_
     off = state_of(model=MODEL, snapshot=SnapshotConfig(enabled=False))
     off.open(origin, 5, [info("w0", "a", 1)])
     assert not off.is_exported(8)
+
+
+class SlowKeepers(KeepersHere):
+    """All but the first take long to answer: they are silent where the first one's answer is enough."""
+
+    def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
+        first = self._inventories[:1]
+        self.silent = ("b",) if is_enough(first) else ()
+        return first if self.silent else self._inventories
+
+
+def test_keepers_are_waited_for_until_they_give_the_step_of_the_newest_line_of_metrics() -> None:
+    """They have heard of step 100 alone, which one of them holds: whoever took it dropped the 37 steps after it."""
+    halves = {"a": [held(100), replace(held(137), hi=5)], "b": [replace(held(137), lo=5)]}
+    for recorded, step in ((None, 100), ((137, 3), 137)):
+        keepers = SlowKeepers(Standing(committed=100, generation=3), **halves)
+        origin = state_of(keepers=keepers, model=MODEL).first(recorded)
+        assert origin is not None and origin.step == step and keepers.silent == (("b",) if recorded is None else ())
+        state = state_of(keepers=SlowKeepers(Standing(committed=100, generation=3), **halves), model=MODEL)
+        assert state.keep_last((), CommitLog(committed=100, recorded=recorded)) == step
 
 
 def test_finished_steps_that_are_found_to_be_held_are_committed_on_the_way() -> None:
