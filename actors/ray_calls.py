@@ -63,6 +63,11 @@ def wait(references: Sequence[R], *, num_returns: int = 1, timeout: float | None
     return answer
 
 
+def has_come(reference: Ref[object]) -> bool:
+    """Whether its task has ended. Waits for nothing: its value stays where it is."""
+    return bool(_ray.wait([reference], timeout=0, fetch_local=False)[0])
+
+
 def put(value: T) -> Ref[T]:
     """The value in the object store; it lives as long as this process."""
     reference: Ref[T] = _ray.put(value)

@@ -31,7 +31,7 @@ from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.unheard import UnheardStarts
 from actors.pool.workers import PoolNews, kill_process, uses_gpu
 from actors.progress import LOADING, Progress
-from actors.ray_calls import GONE, free_outside, get, kill, node_of_process
+from actors.ray_calls import GONE, free_outside, get, has_come, kill, node_of_process
 from actors.records.events import (
     LinkSlow,
     MonitorRestarted,
@@ -50,6 +50,7 @@ from ops.counted import counted
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0  # the monitor answers at once; no step waits longer for one that does not
+_FETCH_S = 5.0  # for what it has answered, which may be large and lie on another node
 _LEAST_SILENCE_S = 10.0  # it is being started again, or the machine is busy
 _SHARE_OF_WAIT = 0.75  # of workers.wait_s, for a process to begin to load; what is left is for another's
 FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not end by trying again
@@ -139,10 +140,12 @@ class Lookout:
     def _report(self) -> MonitorReport | None:
         """The monitor's report, or None while it does not answer; a new one gets what the old one knew. Only the first
         look waits for an answer, the next ones see whether it has come."""
-        timeout_s = 0.0 if self._question is not None else _ANSWER_S
-        self._question = self._question or self._monitor.collect.remote()
+        asked, self._question = self._question, self._question or self._monitor.collect.remote()
         try:
-            report = get(self._question, timeout=timeout_s)
+            if asked is not None and not has_come(asked):
+                raise ray.exceptions.GetTimeoutError
+            # A large report of another node never comes where it is given no time to be fetched.
+            report = get(self._question, timeout=_FETCH_S if asked is not None else _ANSWER_S)
         except (*GONE, ray.exceptions.GetTimeoutError) as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
                 self._question = None
@@ -170,6 +173,7 @@ class Lookout:
             return
         self._tell(MonitorSilent(seconds=round(silent_s, 1)))
         self._silent_since, self._bears_s = now, 2 * self._bears_s
+        self._question = None  # the new one is asked anew
         kill(self._monitor, no_restart=False)
         pid, born = self._monitors_process
         if pid and (node := node_of_process(self._monitor)):  # a frozen one does not hear Ray

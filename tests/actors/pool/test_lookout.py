@@ -323,6 +323,7 @@ def test_a_monitor_that_lives_and_does_not_answer_holds_nobody_up_and_is_started
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda asked, timeout, fetch_local: ([], asked) if silent[0] else (asked, []))
     monkeypatch.setattr(ray, "available_resources", dict)
     monkeypatch.setattr("actors.pool.lookout.node_of_process", lambda handle: "n")
     monkeypatch.setattr("actors.pool.lookout.kill", lambda handle, no_restart: killed.append(now[0]))
@@ -334,7 +335,7 @@ def test_a_monitor_that_lives_and_does_not_answer_holds_nobody_up_and_is_started
     while now[0] < 100:
         lookout.look()
         now[0] += 0.5
-    assert sum(waited) == 1.0 and len(handle.collect.asked) == 2, "each look would wait for a question of its own"
+    assert sum(waited) == 3.0 and len(handle.collect.asked) == 4, "each look would wait for a question of its own"
     assert killed == [pytest.approx(CONFIG.suspect_s, abs=2), pytest.approx(3 * CONFIG.suspect_s, abs=3)]
     assert signals == 2 * [("n", os.getpid(), birth(os.getpid()))]
     silent[0] = False
@@ -343,6 +344,27 @@ def test_a_monitor_that_lives_and_does_not_answer_holds_nobody_up_and_is_started
     lookout.look()
     assert listener.kinds == [MonitorSilent, MonitorSilent, MonitorRestarted] and len(handle.restore.asked) == 1
     assert "has not answered for 20 s" in listener.told[0].describe()
+
+
+def test_a_large_report_that_comes_late_is_given_time_to_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends the transfer from another node with the call that waits for it: a healthy monitor was ended, and no look
+    saw anything any more."""
+    busy = [True]
+
+    def get(report: object, timeout: float) -> object:
+        if timeout < (2.0 if busy[0] else 0.1):
+            raise ray.exceptions.GetTimeoutError
+        return report
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda asked, timeout, fetch_local: ([], asked) if busy[0] else (asked, []))
+    monkeypatch.setattr(ray, "available_resources", dict)
+    handle = Handle(collect=Monitor().collect)
+    lookout = Lookout(CONFIG, Starting(), handle, silent)
+    lookout.look()
+    lookout.look()
+    busy[0] = False
+    assert lookout._report() is not None and len(handle.collect.asked) == 1
 
 
 @pytest.mark.cluster
