@@ -231,10 +231,10 @@ class Lookout:
         """Starts that hang before their first heartbeat. They do not count as failed ones, many of which are hopeless:
         where all hang the run ends resumable, as one that has too few workers for too long. One that has too few tries
         others before."""
-        pending = self._pool.pending
-        enough = len(self._pool.names) - len(pending) >= self._config.min
+        unheard = [name for name in self._pool.pending if name not in report.seen]
+        # `wait_s` does not run either while workers load that would be enough.
+        enough = len(self._pool.names) - len(unheard) >= self._config.min
         patience_s = self._start_s if enough else min(self._start_s, _SHARE_OF_WAIT * self._config.wait_s)
-        unheard = [name for name in pending if name not in report.seen]
         hanging = self._unheard.look(unheard, patience_s, self._clock.now())
         for failed in hanging:
             self._pool.remove(failed.worker)

@@ -168,6 +168,23 @@ def test_a_worker_whose_process_hangs_before_it_is_heard_is_given_up_one_that_wa
     assert [name for (name,) in handle.remove.asked] == pool.removed == ["w1", "w2", "w3", "w4"]
 
 
+def test_a_slow_start_has_its_whole_time_while_enough_others_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`workers.wait_s` does not run meanwhile, which is a twentieth of the time that a start may take here."""
+    monitor, now = Monitor(), 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    pool = Starting("w0", "w1", "w2")
+    pool.hosts = dict.fromkeys(("w1", "w2"), HostGpu(node="n", host="h"))
+    handle = Handle(collect=monitor.collect)
+    lookout = Lookout(replace(CONFIG, wait_s=30.0), pool, handle, silent, start_s=600)
+    while now < 1500:
+        monitor.beat(Progress.of_start("w0"))
+        lookout.look()
+        now += 5.0
+    assert pool.removed == []
+
+
 def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, pool = Handle(collect=Monitor().collect), Starting(failed=FAILED)
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
