@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, cast
@@ -179,8 +180,9 @@ class Groups:
             self._groups.pop(members, None)  # another thread may have closed them all
             self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
-        group.forget_numbers()
         group.close()
+        with suppress(RuntimeError):  # the store's: its end is that of the generation, and the bag is left
+            group.forget_numbers()
 
     def meet(self, doing: str, patience: Patience) -> None:
         """Returns when every worker of the generation has called it. Before the first collective: each brings its part

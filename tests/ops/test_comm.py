@@ -1045,6 +1045,23 @@ def test_a_bag_that_is_left_again_and_again_leaves_no_more_in_the_store() -> Non
     assert counts[1:] == counts[:1] * 5
 
 
+def test_a_bag_that_is_left_while_its_store_fails_is_closed() -> None:
+    """It was no group of its worker any more, and nobody could close it later."""
+
+    def work(rank: int, groups: Groups) -> str:
+        group = groups.get((0, 1))
+        group.barrier()
+
+        def fail() -> None:
+            raise RuntimeError("the store is gone")
+
+        group.forget_numbers = fail  # type: ignore[method-assign]
+        groups.leave((0, 1))
+        return group.broken
+
+    assert all(run_ranks(2, work))
+
+
 def test_a_sum_that_was_left_half_done_gives_its_tensors_back_when_all_members_have_left() -> None:
     """It holds two tensors as large as the gradient, which the next generation would lack."""
     length, left = 4242, threading.Event()
