@@ -31,7 +31,7 @@ from app.run.recorder import Recorder
 from app.run.succession import Succession
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
-from app.settings.errors import exit_code, is_ours, unwrap
+from app.settings.errors import exit_code, is_ours, one_line, unwrap
 from app.validation.live import LiveHeldOut
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     """Run the controller, with its files. Raises Superseded, and those errors of Ray after which another controller can
     go on."""
     from actors.run.assemble import start_controller
-    from actors.run.rescue import rescue
 
     folder, config = Path(settings["run_dir"]), RunConfig.from_yaml(settings["yaml"])
     begin = told_so_far(folder)
@@ -133,14 +132,22 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         if continues(error) or isinstance(error, Superseded):
             raise  # the cluster's fault: Ray Train starts this function again, and it goes on from the keepers
         log.exception("the controller failed")
-        if controller is not None:
-            left = controller.left
-        else:
-            left = rescue(runtime_config(config, folder), newest_line(folder))
+        left = controller.left if controller is not None else _left_in_keepers(config, folder)
         outcome = _outcome_of(error, folder)
         guard()
         tell_failure(folder, outcome, begin)  # where the recorder could not be opened
     return replace(outcome, reason=f"{outcome.reason}. {left}") if left else outcome
+
+
+def _left_in_keepers(config: RunConfig, folder: Path) -> str:
+    """What is not on disk where no controller could be started; "": all is."""
+    from actors.run.rescue import rescue
+
+    try:
+        recorded = newest_line(folder)
+    except OSError as error:  # without it what keepers hold of later steps would be dropped
+        return f"What keepers hold stays in memory ({one_line(error)}): continue with --resume on this cluster"
+    return rescue(runtime_config(config, folder), recorded)
 
 
 def _outcome_of(error: Exception, folder: Path) -> Outcome:

@@ -82,20 +82,27 @@ def trained(
 def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
     from actors.run.rescue import rescue
-    from actors.state.checkpoint_files import latest
 
     reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
     try:
         left = rescue(runtime_config(config, folder), newest_line(folder))
-        saved = latest(folder / "checkpoints") is not None
     except Exception as second:  # the state is where it was; the message has both errors
-        left, saved = f"its last steps could not be saved from the keepers ({one_line(second)})", False
-    left = left or (
-        "Its last committed step is on disk; go on with --resume"
-        if saved
-        else "No step of it is on disk; start it again"
-    )
+        left = f"its last steps could not be saved from the keepers ({one_line(second)})"
+    left = left or _on_disk(folder)
     return Outcome(code=Exit.FAILURE, reason=f"{reason}. {left}", last_step=-1)
+
+
+def _on_disk(folder: Path) -> str:
+    """How to go on with a run of which nothing is left in memory."""
+    from actors.state.checkpoint_files import latest
+
+    try:
+        saved = latest(folder / "checkpoints") is not None
+    except OSError as error:
+        return f"Its checkpoints cannot be read now ({one_line(error)}); go on with --resume when they can"
+    if saved:
+        return "Its last committed step is on disk; go on with --resume"
+    return "No step of it is on disk; start it again"
 
 
 def _fit(

@@ -129,6 +129,22 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
     )
 
 
+def test_where_the_newest_line_of_metrics_cannot_be_read_the_keepers_stay_and_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second error hid the first one: neither an outcome nor an event said how the run ended."""
+    monkeypatch.setattr(
+        "app.run.controller_process.Recorder", failing(OSError(errno.ENOSPC, "No space left", "events"))
+    )
+    monkeypatch.setattr("app.run.controller_process.newest_line", failing(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr("actors.run.rescue.rescue", failing(AssertionError("a newer state would be dropped")))
+    (tmp_path / "config.yaml").touch()
+    controller_loop(settings(tmp_path))
+    reason = json.loads((tmp_path / OUTCOME).read_text())["reason"]
+    assert "No space left" in reason and "What keepers hold stays in memory" in reason and "Input/output" in reason
+    assert '"fail"' in (tmp_path / "events.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("before", "events", "code", "expected"),
     [

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.train import WorkerGroupError
 
-from app.run import cluster
+from app.run import cluster, ray_train
 from app.run.cluster import NodeSigns, RayGone, wait_while_ray_lives
 from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
 from app.run.ray_train import ask_own_cluster, fitted
@@ -148,6 +150,23 @@ def test_what_ray_train_itself_does_wrong_is_not_tried_again(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="its own"):
         fitted(fit, tmp_path, print)
     assert fitted(lambda number: number, tmp_path, print) == 0
+
+
+@pytest.mark.parametrize(
+    ("left", "said"), [("5 steps are only in memory", "5 steps are only in memory"), ("", "cannot be read now")]
+)
+def test_checkpoints_that_cannot_be_read_hide_nothing_of_what_was_rescued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, said: str
+) -> None:
+    def dead(root: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(root))
+
+    monkeypatch.setattr("app.run.ray_train.runtime_config", lambda config, folder: None)
+    monkeypatch.setattr("actors.run.rescue.rescue", lambda config, recorded: left)
+    monkeypatch.setattr("actors.state.checkpoint_files.latest", dead)
+    config: Any = None
+    outcome = ray_train._rescued(config, tmp_path, RuntimeError("it died"))
+    assert "it died" in outcome.reason and said in outcome.reason and "could not be saved" not in outcome.reason
 
 
 def test_ray_train_is_told_to_look_more_often_by_a_name_it_knows() -> None:
