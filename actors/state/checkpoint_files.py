@@ -216,7 +216,7 @@ def latest(root: Path) -> Path | None:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Of all checkpoints below `root`, whole or not, oldest first."""
+    """All checkpoints below `root`, whole or not, oldest first."""
     if not root.is_dir():
         return []
     found = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
