@@ -140,10 +140,12 @@ class ManifestReader:
             if sample.suffix not in media.MEDIA_SUFFIXES:
                 raise BadSample(Reason.NOT_MEDIA, f"suffix {sample.suffix!r}")
             frames = _frame_range(row) if sample.suffix in media.VIDEO_SUFFIXES else None
-            sample.info = catalogue.probe(file, ranged=frames is not None)
+            sample.info = whole = catalogue.probe(file, ranged=frames is not None)
             if frames is not None:
-                begin, end = (frame / sample.info.fps for frame in frames)
-                sample.info, sample.start_s, sample.end_s = cut(sample.info, begin, end, self.limits)
+                begin, end = ((frame or 0) / whole.fps for frame in frames)
+                sample.info, sample.start_s, sample.end_s = cut(whole, begin, end, self.limits)
+                if frames[0] is None and sample.info.num_frames == whole.num_frames:  # named as without a range
+                    sample.info, sample.start_s, sample.end_s = whole, 0.0, 0.0
             sample.crop = _crop(row, sample.info)
             sample.captions = [writer.put_caption(text) for text in self._captions(row)]
         except BadSample as fault:
@@ -280,15 +282,15 @@ def _numbered(key: str, seen: dict[str, int]) -> str:
     return key if seen[key] == 1 else f"{key}#{seen[key]}"
 
 
-def _frame_range(row: dict[str, object]) -> tuple[float, float] | None:
-    """First frame and the one after the last, without one of them from the first or to the last; None for the whole
-    video. Raises BadSample.
+def _frame_range(row: dict[str, object]) -> tuple[float | None, float] | None:
+    """First frame (None: the row names none) and the one after the last; None for the whole video, also of a row with
+    the first frame or a negative end alone: it is the same clip as without them, in caches too. Raises BadSample.
 
     Open-Sora-Plan's `cut` is [first, end]; with `num_frames` its trainer takes that many frames from the first on.
     """
     start, end = (None if _is_nan(row.get(name)) else _number(row.get(name)) for name in BOUNDS)
-    if start is not None or end is not None:
-        return 0 if start is None else start, math.inf if end is None else end
+    if start if end is None else (start is not None or end >= 0):
+        return start, math.inf if end is None else end
     if row.get("cut") in (None, "") or _is_nan(row["cut"]):
         return None
     bounds = _list_of_numbers(row["cut"])

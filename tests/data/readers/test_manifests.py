@@ -209,6 +209,28 @@ def test_one_bound_of_a_range_counts_and_an_empty_one_does_not(folder, tmp_path,
     assert not ledger.rejected and index.row(0).num_frames == frames and index.row(0).start_s == start_s
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"start_frame": 0},
+        {"start_frame": 0.0, "end_frame": None},
+        {"start_frame": 0, "end_frame": math.nan},
+        {"end_frame": -1},
+        {"end_frame": 9},
+        {"end_frame": 100},
+    ],
+)
+def test_a_range_that_says_nothing_leaves_the_name_of_a_clip(folder, tmp_path, row):
+    """An index and a cache of before go on being used."""
+    (folder / "list.json").write_text(
+        json.dumps([{"path": NAMES[0], "cap": "a"}, {"path": NAMES[0], "cap": "a", **row}])
+    )
+    index, ledger = index_of(folder / "list.json", tmp_path / "cache", kind="manifest")
+    plain, same = index.row(0), index.row(1)
+    assert not ledger.rejected and same.content == plain.content
+    assert (same.start_s, same.end_s, same.num_frames) == (0.0, 0.0, plain.num_frames)
+
+
 def test_open_sora_plan_cuts(folder, tmp_path):
     cuts = [{"cut": [2, 6]}, {"cut": [2, 6], "num_frames": 3}, {"cut": [4, 100]}, {"cut": None}, {"num_frames": 5}]
     (folder / "annotation.json").write_text(
