@@ -84,9 +84,14 @@ def frame_keys(item: DataItem, config: DataConfig) -> tuple[str, ...]:
 
 
 def _decoder_of(clip: Clip, config: DataConfig) -> str:
-    from data.decode import AVI_VERSION, DECODE_VERSION  # imports PyAV; who only reads the cache does not need it
+    # these import PyAV; who only reads the cache does not need it
+    from data.decode import AVI_VERSION, DECODE_VERSION, TURNED_VERSION
+    from data.media import BOX_SUFFIXES
 
-    return f"{config.engine.decoder} {AVI_VERSION if clip.suffix == 'avi' else DECODE_VERSION}"
+    version = AVI_VERSION if clip.suffix == "avi" else DECODE_VERSION
+    if clip.rotation and not clip.image and clip.suffix not in BOX_SUFFIXES:
+        version = TURNED_VERSION
+    return f"{config.engine.decoder} {version}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,14 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data.cache import Cache, CacheWriter, Listing, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
-from data.decode import AVI_VERSION, DECODE_VERSION
+from data.decode import AVI_VERSION, DECODE_VERSION, TURNED_VERSION
 from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef
@@ -58,9 +59,20 @@ def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
     assert latent_key(moved, BUCKET, 8.0, "vae", "decoder 1") == latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
 
 
-@pytest.mark.parametrize(("suffix", "version"), [("mp4", DECODE_VERSION), ("avi", AVI_VERSION)])
-def test_latents_are_those_of_a_decoder_and_its_version(suffix: str, version: int) -> None:
-    clip = replace(CLIP, suffix=suffix)
+@pytest.mark.parametrize(
+    ("about", "version"),
+    [
+        ({"suffix": "mp4"}, DECODE_VERSION),
+        ({"suffix": "mp4", "rotation": 90}, DECODE_VERSION),
+        ({"suffix": "jpg", "rotation": 90, "image": True}, DECODE_VERSION),
+        ({"suffix": "avi"}, AVI_VERSION),
+        ({"suffix": "mkv"}, DECODE_VERSION),
+        ({"suffix": "mkv", "rotation": 90}, TURNED_VERSION),
+        ({"suffix": "webm", "rotation": 180}, TURNED_VERSION),
+    ],
+)
+def test_latents_are_those_of_a_decoder_and_its_version(about: dict[str, Any], version: int) -> None:
+    clip = replace(CLIP, **about)
     job = DecodeJob(item="s0", bucket=BUCKET, clips=(clip,), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
     item, ours = DataItem(job=job, samples=(SAMPLE,)), DataConfig(sources=())
     for decoder in (ours.engine.decoder, "my.module:decode"):
