@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from data import media, storage
 from data.config import LimitsConfig
-from data.errors import DataError
+from data.errors import DataError, DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo
 from data.storage import FileStat, ReadFile
@@ -69,7 +69,8 @@ class Catalogue:
         for _, _, stem, file in sorted(named, key=lambda entry: entry[:2]):
             self._by_stem.setdefault(stem, file)
         self.fingerprint = digest.hexdigest()
-        self._outside: dict[str, list[FileStat]] = {}  # media of folders outside of the root
+        # media of folders outside of the root; None where storage refuses to list them
+        self._outside: dict[str, list[FileStat] | None] = {}
         self._named: Counter[str] = Counter()  # how many files of such a folder were asked for
         self._probes: OrderedDict[tuple[str, bool], MediaInfo | BadSample] = OrderedDict()
 
@@ -112,15 +113,24 @@ class Catalogue:
 
     def outside(self) -> dict[str, str]:
         """What was in the folders outside of the root that `at` was asked about since the last call, as `listing` says.
-        Folders of which few files are asked for, or that are too many, are left out: each start lists them again."""
+        Folders of which few files are asked for, or that are too many, are left out: each start lists them again. So
+        are those that storage refuses to list: the rows themselves may be read all the same."""
         listed, named, self._outside, self._named = self._outside, self._named, {}, Counter()
         if len(named) > MOST_OUTSIDE:
             log.warning(OUTSIDE_UNSEEN, f"{len(named)} folders, such as {next(iter(named))},")
             return {}
-        few = {folder for folder, files in listed.items() if len(files) > FEW_OF * named[folder] + FEW_FILES}
-        for folder in few:
-            log.warning(OUTSIDE_UNSEEN, f"{folder}, which has {len(listed[folder])} of them,")
-        return {folder: _digest(files) for folder, files in listed.items() if folder not in few}
+        refused = [folder for folder, files in listed.items() if files is None]
+        if refused:
+            log.warning(OUTSIDE_UNSEEN, f"{refused[0]}, which storage refuses to list,")
+        told = {}
+        for folder, files in listed.items():
+            if files is None:
+                continue
+            if len(files) > FEW_OF * named[folder] + FEW_FILES:
+                log.warning(OUTSIDE_UNSEEN, f"{folder}, which has {len(files)} of them,")
+            else:
+                told[folder] = _digest(files)
+        return told
 
     def probe(self, file: FileStat, ranged: bool = False) -> MediaInfo:
         """Header of a whole file; the last ones are remembered. `ranged`: a row takes a part of it, so max_frames is
@@ -148,14 +158,19 @@ class Catalogue:
 def listing(folder: str) -> str:
     """A digest of the media files directly in a folder, of their sizes and times; that of none where it cannot be
     listed."""
-    return _digest(_list(folder))
+    return _digest(_list(folder) or [])
 
 
-def _list(folder: str) -> list[FileStat]:
+def _list(folder: str) -> list[FileStat] | None:
+    """None: storage refuses, as S3 does where objects may be read and the bucket not be listed."""
     try:
         files = storage.list_files(folder, recursive=False) if storage.is_folder(folder) else []
     except (PermissionError, FileNotFoundError, NotADirectoryError):  # its files may be readable all the same
         return []
+    except DataUnreachable:
+        raise
+    except DataIOError:
+        return None
     return [file for file in files if media.suffix_of(file.uri) in media.MEDIA_SUFFIXES]
 
 

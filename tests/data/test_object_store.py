@@ -107,6 +107,19 @@ def test_a_service_named_behind_the_uri_is_the_one_that_is_asked(
     assert read_range(row.path, row.offset, row.size)[4:8] == b"ftyp"
 
 
+def test_a_table_of_objects_needs_no_list_of_their_bucket(
+    store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3 answers 403 to lists, and to questions about keys that are not there, where objects alone may be read."""
+    pairs(store, "a", "b")
+    store.fault = lambda asked: (403, "AccessDenied") if asked.path not in store.objects else None
+    table = tmp_path / "list.csv"
+    table.write_text("path,caption\n" + "".join(f"s3://set/clips/{name}.mp4,a clip\n" for name in "ab"))
+    index, _ = index_of(table, tmp_path / "index", kind="manifest")
+    assert index.num_ok == 2 and index.parts[0].meta["outside"] == {}
+    assert "files in s3://set/clips, which storage refuses to list, are named by path" in caplog.text
+
+
 def test_a_secret_in_a_uri_is_refused_and_not_printed() -> None:
     with pytest.raises(ValueError, match=r"a secret before @set/a\.tar") as refused:
         SourceConfig(path="s3://some-key:some/secret=@set/a.tar")
