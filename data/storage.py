@@ -409,10 +409,15 @@ def located(path: str, suffixes: tuple[str, ...]) -> dict[str, FileStat | None]:
 def _matches(pattern: str, suffixes: tuple[str, ...], about: pafs.FileInfo | None) -> dict[str, FileStat | None]:
     """`about`: what remote storage says of a pattern without signs."""
     if _is_glob(pattern):
-        return _glob(pattern)
+        return {uri: _told(file) for uri, file in _glob(pattern).items()}
     if is_folder(pattern) if about is None else about.type == pafs.FileType.Directory:
-        return {file.uri: file for file in list_files(pattern) if file.uri.lower().endswith(suffixes)}
+        return {file.uri: _told(file) for file in list_files(pattern) if file.uri.lower().endswith(suffixes)}
     return {pattern: None if about is None else _stat_of(pattern, about)}
+
+
+def _told(listed: FileStat | None) -> FileStat | None:
+    """What `stat` says of a file, by its listing; None where that lacks its size, as a web server's does, or time."""
+    return None if listed is None or listed.size is None or not listed.mtime_ns else listed
 
 
 def check_there(path: str) -> None:

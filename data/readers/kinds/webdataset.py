@@ -6,6 +6,7 @@ The key is the path up to the first dot of its last part, the rest is the extens
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -26,7 +27,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.readers.tar import MemberKind, TarMember, read_members
-from data.storage import ReadFile, located, name_of, stat
+from data.storage import ASKED_AT_ONCE, ReadFile, located, name_of, stat
 
 KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 META = re.compile(r"__[^/]*__($|/)")
@@ -59,9 +60,10 @@ class WebDatasetReader:
         self._texts = {"json", *chain.from_iterable(self.policy)}
 
     def parts(self) -> list[IndexPart]:
-        found = []
-        for uri, listed in located(self.config.path, (".tar",)).items():
-            info = listed or stat(uri, self.limits.retries)
+        found, listed = [], located(self.config.path, (".tar",))
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            infos = pool.map(lambda uri: listed[uri] or stat(uri, self.limits.retries), listed)
+        for uri, info in zip(listed, infos, strict=True):
             if info is None:
                 range_of = "" if uri == self.config.path else f" Check the range in {self.config.path}."
                 raise DataError(f"{uri} does not exist: neither a shard nor a folder of them.{range_of}")

@@ -146,6 +146,31 @@ def test_storage_errors_are_retried_with_a_fresh_handle_and_lose_nothing(shards,
     assert flaky.failures > 2 and index.hash == local.hash and not ledger.rejected
 
 
+class Silent(MemoryFileSystem):
+    """Lists names alone, as fsspec does of a web server."""
+
+    protocol = "silent"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("silent://", "memory://"))
+
+    def find(self, path, **options):
+        return {name: about | {"size": None} for name, about in super().find(path, **options).items()}
+
+
+@pytest.mark.parametrize("pattern", ["shards", "shards/*.tar"])
+def test_shards_whose_listing_says_no_size_are_asked_for_it(tmp_path, pattern):
+    silent = Silent()
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    silent.pipe("/silent/shards/0.tar", shard(good(2)))
+    first, _ = index_of(f"fsspec+silent://silent/{pattern}", tmp_path / "cache")
+    silent.pipe("/silent/shards/0.tar", shard(good(5)))
+    index, _ = index_of(f"fsspec+silent://silent/{pattern}", tmp_path / "cache")
+    assert (first.num_ok, index.num_ok) == (2, 5)
+    index.verify()
+
+
 def test_storage_that_stays_broken_stops_the_run_and_is_no_bad_data():
     attempts = []
 
