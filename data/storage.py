@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISDIR
 from typing import TypeVar
@@ -417,7 +417,11 @@ def _matches(pattern: str, suffixes: tuple[str, ...], about: pafs.FileInfo | Non
 
 def _told(listed: FileStat | None) -> FileStat | None:
     """What `stat` says of a file, by its listing; None where that lacks its size, as a web server's does, or time."""
-    return None if listed is None or listed.size is None or not listed.mtime_ns else listed
+    if listed is None or listed.size is None or not listed.mtime_ns:
+        return None
+    if listed.uri.startswith("s3://"):  # MinIO and Ceph list milliseconds; the header that `stat` reads has none
+        return replace(listed, mtime_ns=listed.mtime_ns // 10**9 * 10**9)
+    return listed
 
 
 def check_there(path: str) -> None:

@@ -26,13 +26,15 @@ class Asked:
 
 @dataclass(slots=True)
 class ObjectStore:
-    """`fault` may answer a request with (status, XML code) instead of the object."""
+    """`fault` may answer a request with (status, XML code) instead of the object. Lists say `second`, a fraction too,
+    of when objects were written; an answer about one of them has whole seconds."""
 
     endpoint: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     fault: Callable[[Asked], tuple[int, str] | None] = lambda asked: None
     connections: int = 0
+    second: str = "00.000"
 
     def of(self, method: str) -> list[Asked]:
         return [asked for asked in self.asked if asked.method == method]
@@ -78,7 +80,7 @@ def object_store() -> Iterator[ObjectStore]:
             prefix = f"{bucket}/{query.get('prefix', [''])[0]}"
             found = [
                 f"<Contents><Key>{escape(path.partition('/')[2])}</Key><Size>{len(data)}</Size>"
-                "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+                f"<LastModified>2026-01-01T00:00:{store.second}Z</LastModified></Contents>"
                 for path, data in sorted(store.objects.items())
                 if path.startswith(prefix)
             ]

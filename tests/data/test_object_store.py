@@ -107,6 +107,19 @@ def test_a_service_named_behind_the_uri_is_the_one_that_is_asked(
     assert read_range(row.path, row.offset, row.size)[4:8] == b"ftyp"
 
 
+def test_shards_by_name_and_by_listing_are_the_same(store: ObjectStore, tmp_path: Path) -> None:
+    """MinIO and Ceph list milliseconds, of which the answer about one object says none."""
+    store.second = "00.123"
+    store.objects |= {f"set/clips/{name}.tar": shard(good(2)) for name in "ab"}
+    named, _ = index_of("s3://set/clips/{a,b}.tar", tmp_path)
+    for path in ("s3://set/clips/*.tar", "s3://set/clips"):
+        store.asked.clear()
+        index, _ = index_of(path, tmp_path)
+        assert index.row(3).content == named.row(3).content and index.num_ok == 4
+        assert not [asked for asked in store.of("GET") if asked.path.endswith(".tar")]
+        index.verify()
+
+
 def test_a_table_of_objects_needs_no_list_of_their_bucket(
     store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
