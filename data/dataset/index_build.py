@@ -174,7 +174,7 @@ def _file_of(
     how the part was at another time stays: replaced under the open index of a run it would give that other rows and
     other captions."""
     taken = set()
-    for file in states:
+    for file in _newest_first(states):  # several may be it where the folders outside are not seen
         meta = read_meta(file)
         if meta is None:
             continue
@@ -183,6 +183,15 @@ def _file_of(
         taken.add(file)
     names = chain([first], (first.with_name(f"{first.stem}.{number}.parquet") for number in count(1)))
     return next(file for file in names if file not in taken), None
+
+
+def _newest_first(states: Sequence[Path]) -> Sequence[Path]:
+    if len(states) < 2:
+        return states
+    try:
+        return sorted(states, key=lambda file: file.stat().st_mtime, reverse=True)
+    except FileNotFoundError:  # another process removed one
+        return states
 
 
 def _drop_superseded(states: Sequence[Path]) -> None:
@@ -196,11 +205,12 @@ def _drop_superseded(states: Sequence[Path]) -> None:
 
 
 def _fresh(part: IndexPart, meta: PartMeta, listed: Callable[[str], str]) -> bool:
-    """Whether a part and the folders outside of its source are as they were. `listed`: what is in a folder now."""
+    """Whether a part and the folders outside of its source are as they were. `listed`: what is in a folder now. One in
+    which nothing is seen counts as unchanged: a driver opens the index of clips that its workers alone have mounted."""
     now = (part.size, part.mtime_ns, part.fingerprint)
     if "revision" not in meta or (meta["size"], meta["mtime_ns"], meta["fingerprint"]) != now:
         return False
-    return all(listed(folder) == then for folder, then in meta.get("outside", {}).items())
+    return all(listed(folder) in ("", then) for folder, then in meta.get("outside", {}).items())
 
 
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:

@@ -156,9 +156,10 @@ class Catalogue:
 
 
 def listing(folder: str) -> str:
-    """A digest of the media files directly in a folder, of their sizes and times; that of none where it cannot be
-    listed."""
-    return _digest(_list(folder) or [])
+    """A digest of the media files directly in a folder, of their sizes and times; empty where none are seen: this
+    machine may lack the mount or the rights that they need."""
+    files = _list(folder)
+    return _digest(files) if files else ""
 
 
 def _list(folder: str) -> list[FileStat] | None:

@@ -103,6 +103,24 @@ def test_files_outside_of_a_tables_folder_are_looked_at_again(tmp_path, opened, 
     assert not [name for name in opened if name.endswith(".mp4")]
 
 
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_an_index_is_opened_where_the_folders_outside_are_not_mounted(tmp_path, mount_point):
+    videos, table = tmp_path / "videos", tmp_path / "set" / "list.csv"
+    videos.mkdir()
+    table.parent.mkdir()
+    (videos / "a.mp4").write_bytes(clip())
+    table.write_text(f"path,caption\n{videos}/a.mp4,a clip\n")
+    for frames in (9, 7, 5):
+        (videos / "a.mp4").write_bytes(clip(frames=frames))
+        first, _ = index_of(table, tmp_path / "cache", kind="manifest")
+        os.utime(first.parts[0].file, (time.time() - 60 * frames,) * 2)
+    videos.rename(tmp_path / "elsewhere")
+    if mount_point:
+        videos.mkdir()
+    index, _ = index_of(table, tmp_path / "cache", kind="manifest")
+    assert (index.hash, index.missing, index.parts[0].file) == (first.hash, 0, first.parts[0].file)
+
+
 @pytest.mark.parametrize("what", ["many folders", "many files"])
 def test_folders_that_take_too_long_to_list_are_named_and_left_out(tmp_path, caplog, what):
     (tmp_path / "set").mkdir()
