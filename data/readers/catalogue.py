@@ -69,8 +69,8 @@ class Catalogue:
         for _, _, stem, file in sorted(named, key=lambda entry: entry[:2]):
             self._by_stem.setdefault(stem, file)
         self.fingerprint = digest.hexdigest()
-        # media of folders outside of the root; None where storage refuses to list them
-        self._outside: dict[str, list[FileStat] | None] = {}
+        # number of media in folders outside of the root, and their digest; None where storage refuses to list them
+        self._outside: dict[str, tuple[int, str] | None] = {}
         self._named: Counter[str] = Counter()  # how many files of such a folder were asked for
         self._probes: OrderedDict[tuple[str, bool], MediaInfo | BadSample] = OrderedDict()
 
@@ -107,9 +107,11 @@ class Catalogue:
     def _note_outside(self, uri: str) -> None:
         """Lists the folder of a file before any of it is read: what changes meanwhile is seen at the next start."""
         folder = storage.parent(uri)
-        self._named[folder] += 1
+        if folder in self._named or len(self._named) <= MOST_OUTSIDE:  # one more says that they are too many
+            self._named[folder] += 1
         if folder not in self._outside and len(self._outside) < MOST_OUTSIDE:
-            self._outside[folder] = _list(folder)
+            files = _list(folder)
+            self._outside[folder] = None if files is None else (len(files), _digest(files))
 
     def outside(self) -> dict[str, str]:
         """What was in the folders outside of the root that `at` was asked about since the last call, as `listing` says.
@@ -117,19 +119,20 @@ class Catalogue:
         are those that storage refuses to list: the rows themselves may be read all the same."""
         listed, named, self._outside, self._named = self._outside, self._named, {}, Counter()
         if len(named) > MOST_OUTSIDE:
-            log.warning(OUTSIDE_UNSEEN, f"{len(named)} folders, such as {next(iter(named))},")
+            log.warning(OUTSIDE_UNSEEN, f"more than {MOST_OUTSIDE} folders, such as {next(iter(named))},")
             return {}
-        refused = [folder for folder, files in listed.items() if files is None]
+        refused = [folder for folder, found in listed.items() if found is None]
         if refused:
             log.warning(OUTSIDE_UNSEEN, f"{refused[0]}, which storage refuses to list,")
         told = {}
-        for folder, files in listed.items():
-            if files is None:
+        for folder, found in listed.items():
+            if found is None:
                 continue
-            if len(files) > FEW_OF * named[folder] + FEW_FILES:
-                log.warning(OUTSIDE_UNSEEN, f"{folder}, which has {len(files)} of them,")
+            number, digest = found
+            if number > FEW_OF * named[folder] + FEW_FILES:
+                log.warning(OUTSIDE_UNSEEN, f"{folder}, which has {number} of them,")
             else:
-                told[folder] = _digest(files)
+                told[folder] = digest
         return told
 
     def probe(self, file: FileStat, ranged: bool = False) -> MediaInfo:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.config import SourceConfig
+from data.config import LimitsConfig, SourceConfig
 from data.dataset.index import FOOTERS_KEPT
 from data.dataset.index_build import build_index, index_folder
 from data.errors import DataError
@@ -132,7 +132,19 @@ def test_folders_that_take_too_long_to_list_are_named_and_left_out(tmp_path, cap
     (tmp_path / "set" / "list.csv").write_text("path,caption\n" + "".join(rows))
     index, _ = index_of(tmp_path / "set" / "list.csv", tmp_path / "cache", kind="manifest")
     assert index.missing == len(rows) and index.parts[0].meta["outside"] == {}
-    assert f"files in {'1025 folders, such as ' if many else ''}{tmp_path}/set/../v0" in caplog.text
+    assert f"files in {'more than 1024 folders, such as ' if many else ''}{tmp_path}/set/../v0" in caplog.text
+
+
+def test_folders_outside_are_remembered_by_their_number_and_digest(tmp_path):
+    """Not every file of each: a table may name clips among millions of others."""
+    (tmp_path / "v0").mkdir()
+    for number in range(3):
+        (tmp_path / "v0" / f"{number}.mp4").touch()
+    found = catalogue.Catalogue(str(tmp_path / "set"), LimitsConfig())
+    for number in range(catalogue.MOST_OUTSIDE + 9):
+        found.at(f"{tmp_path}/v{number}/a.mp4")
+    assert found._outside[f"{tmp_path}/v0"] == (3, catalogue.listing(f"{tmp_path}/v0"))
+    assert len(found._named) == len(found._outside) + 1 == catalogue.MOST_OUTSIDE + 1 and found.outside() == {}
 
 
 def test_what_a_part_was_before_goes_a_month_after_it_changed(tmp_path):
