@@ -172,13 +172,16 @@ def _file_of(
 ) -> tuple[Path, PartMeta | None]:
     """The file that says how a part is now, and its metadata; without one None, and where to write it. A file that says
     how the part was at another time stays: replaced under the open index of a run it would give that other rows and
-    other captions."""
-    taken = set()
-    for file in _newest_first(states):  # several may be it where the folders outside are not seen
+    other captions. One that is so again becomes the newest, for `_drop_superseded`."""
+    taken, states = set(), _newest_first(states)  # several may be it where the folders outside are not seen
+    for file in states:
         meta = read_meta(file)
         if meta is None:
             continue
         if _fresh(part, meta, listed):
+            if file != states[0]:
+                with suppress(OSError):  # an index that is only read keeps all of its states
+                    os.utime(file)
             return file, meta
         taken.add(file)
     names = chain([first], (first.with_name(f"{first.stem}.{number}.parquet") for number in count(1)))

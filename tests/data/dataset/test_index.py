@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.config import LimitsConfig, SourceConfig
-from data.dataset.index import FOOTERS_KEPT
+from data.dataset.index import FOOTERS_KEPT, Index
 from data.dataset.index_build import build_index, index_folder
 from data.errors import DataError
 from data.ledger import Ledger
@@ -156,6 +156,22 @@ def test_what_a_part_was_before_goes_a_month_after_it_changed(tmp_path):
         os.utime(states[-1], (time.time() - days * 86400,) * 2)
     left = {file.stem for file in (tmp_path / "cache").iterdir()}
     assert left == {file.stem for file in states[1:]} and len(list((tmp_path / "cache").iterdir())) == 6
+
+
+def test_a_state_that_came_back_stays_for_the_run_that_opened_it(tmp_path):
+    path = with_own_captions(tmp_path / "pictures")
+
+    def state(text: str, days: float) -> Index:
+        table = path / "metadata.jsonl"
+        table.write_text(json.dumps({"file_name": "0.png", "text": text}))
+        os.utime(table, (1.7e9 - days * 86400,) * 2)
+        return index_of(path, tmp_path / "cache", kind="manifest")[0]
+
+    for text, days in (("a", 80), ("bb", 40)):
+        os.utime(state(text, days).parts[0].file, (time.time() - days * 86400,) * 2)
+    live = state("a", 80)
+    state("ccc", 0)
+    assert live.parts[0].file.exists() and captions_of(live) == ["a"]
 
 
 def test_hash_is_of_the_content_not_of_place_or_time(folder, tmp_path):
