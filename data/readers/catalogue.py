@@ -31,6 +31,10 @@ OUTSIDE_UNSEEN = (
     "files in %s are named by path: whether they change is not seen. "
     "Give the folder above them in data.sources media, or delete the index when they have."
 )
+OUTSIDE_REFUSED = (
+    "files in %s, which storage refuses to list, are named by path: whether they change is not seen. "
+    "Let this machine list it, or delete the index when they have."
+)
 
 
 class Catalogue:
@@ -123,7 +127,7 @@ class Catalogue:
             return {}
         refused = [folder for folder, found in listed.items() if found is None]
         if refused:
-            log.warning(OUTSIDE_UNSEEN, f"{refused[0]}, which storage refuses to list,")
+            log.warning(OUTSIDE_REFUSED, refused[0])
         told = {}
         for folder, found in listed.items():
             if found is None:

@@ -131,6 +131,7 @@ def test_a_table_of_objects_needs_no_list_of_their_bucket(
     index, _ = index_of(table, tmp_path / "index", kind="manifest")
     assert index.num_ok == 2 and index.parts[0].meta["outside"] == {}
     assert "files in s3://set/clips, which storage refuses to list, are named by path" in caplog.text
+    assert "Let this machine list it, or delete the index" in caplog.text and "data.sources media" not in caplog.text
 
 
 def test_a_secret_in_a_uri_is_refused_and_not_printed() -> None:
