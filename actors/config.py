@@ -55,9 +55,9 @@ class WorkersConfig:
     # would make enough. A process that is not heard of has three quarters of it while it runs.
     wait_s: float = 300.0
     heartbeat_s: float = 0.5  # seconds between a worker's signs of life
-    # A worker that loads its modules for longer hangs, and is given up, as one whose process is not heard of for so long
-    # before. 0: ten minutes, the time in which it reads the weights at 25 MB/s, and that in which all workers read them
-    # from a storage of 1 GB/s together.
+    # A worker that loads its modules for longer hangs, and is given up, as is one whose process is not heard of for so
+    # long before. 0: ten minutes, the time in which it reads the weights at 25 MB/s, and that in which all workers read
+    # them from a storage of 1 GB/s together.
     start_s: float = 0.0
     # Silent for this long: suspected, then replaced; the actor that hears the workers is started again. Nodes that do
     # not answer each other for this long, though they all answer the run, are not trained on together.
