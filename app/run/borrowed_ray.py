@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
-from app.run.cluster import init_ray, must_answer, not_let_in, shut_down_ray, start_ray_here
+from app.run.cluster import in_own_folder, must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal, while_ray_starts
 from ops.code_path import code_path
 
@@ -19,10 +19,10 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     """The cluster at `address` (or RAY_ADDRESS), else one of this machine with `cpus` logical CPUs and all its GPUs.
     Raises ConfigError where no cluster answers."""
     with unwinds_on_signal() as put_back:
-        import ray  # noqa: F401  (takes a while, in which a signal may come)
+        import ray  # takes a while, in which a signal may come
 
         start = partial(
-            init_ray,
+            in_own_folder()(ray.init),
             log_to_driver=False,
             logging_level=logging.WARNING,
             namespace=NAMESPACE,

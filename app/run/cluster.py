@@ -10,13 +10,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import chdir, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
@@ -105,8 +105,10 @@ class ClusterAddress:
 
 def connect(config: RunConfig) -> None:
     """Join the cluster that this process runs on, or start one here that fits the run."""
+    import ray
+
     start = partial(
-        init_ray,
+        in_own_folder()(ray.init),
         log_to_driver=os.environ.get("HEDDLE_WORKER_LOGS", "") not in ("", "0"),
         logging_level=logging.WARNING,
         namespace=NAMESPACE,
@@ -128,13 +130,12 @@ def connect(config: RunConfig) -> None:
     start_ray_here(partial(start, num_cpus=cpus, dashboard_host="127.0.0.1"))
 
 
-def init_ray(**options: Any) -> None:
-    """`ray.init`, called in Heddle's own folder: Ray has the workers of a job import from the folder in which it is
-    called before any other, where somebody's app.py or data.py would be taken for ours."""
-    import ray
-
+@contextmanager
+def in_own_folder() -> Iterator[None]:
+    """Heddle's folder is the current one for as long, of `ray.init`: Ray has the workers of a job import from the
+    folder in which that is called before any other, where somebody's app.py or data.py would be taken for ours."""
     with chdir(ROOT):
-        ray.init(**options)
+        yield
 
 
 class RayNotStarted(RuntimeError):
@@ -142,7 +143,7 @@ class RayNotStarted(RuntimeError):
 
 
 def start_ray_here(start: Callable[..., object]) -> None:
-    """A Ray of this machine, for this process; `start` is `init_ray` with all but its address. Raises ConfigError where
+    """A Ray of this machine, for this process; `start` is `ray.init` with all but its address. Raises ConfigError where
     the path of its temporary folder is too long for its sockets, RayNotStarted where it does not come up twice."""
     import ray
 
