@@ -113,13 +113,19 @@ def compare(
         assert part < limit, f"{slot.name} differs by {part:.2e}"
 
 
+ALIKE = ("hunyuan15", "hunyuan15 of two text encoders")  # the same blocks as of "hunyuan15 i2v", which has more rows
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 6))
 def test_any_legal_plan_gives_the_gradient_of_one_worker_in_fp64(seed: int, world: int) -> None:
     compare(seed, world, torch.float64, FP64)
 
 
-@pytest.mark.parametrize("family", [name for name in MODELS if name != "wan"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in MODELS if name != "wan"],
+)
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
 def test_any_legal_plan_of_every_family_gives_the_gradient_of_one_worker(family: str, seed: int, world: int) -> None:
@@ -289,7 +295,7 @@ def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
     assert (gradient(hosts) - gradient(reference)).norm() / gradient(reference).norm() > 1e-3
 
 
-USUAL: list[tuple[int, Nodes, StatePlace]] = [(1, None, "host"), (3, None, "device"), (4, (0, 0, 0, 1), "host")]
+USUAL: list[tuple[int, Nodes, StatePlace]] = [(3, None, "device"), (4, (0, 0, 0, 1), "host")]
 PLACES: list[StatePlace] = ["device", "host"]
 OTHERS = [
     (world, nodes, state)

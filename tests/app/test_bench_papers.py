@@ -107,6 +107,7 @@ def test_printed_seconds_tokens_and_utilisation_are_of_one_step() -> None:
         assert figures["table1-hfu"][label] == pytest.approx(knapformer.utilisation(flops, taken), rel=0.02)
 
 
+@pytest.mark.long
 def test_our_balance_is_never_worse_than_their_rule() -> None:
     taken, printed = knapformer.seconds(True), knapformer.published_s()
     for label in printed:

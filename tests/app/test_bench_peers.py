@@ -89,7 +89,8 @@ def test_a_loop_tells_the_transformer_the_vector_of_two_text_encoders(tmp_path: 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.long), "ddp + ulysses"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "ddp + ulysses"])
 def test_a_loop_under_torchrun_trains_what_one_process_trains(name: str, prepared, tmp_path: Path) -> None:
     path, samples, losses = prepared
     seen = train(PEERS[name], path, STEPS, 2, tmp_path / "run")

@@ -294,15 +294,16 @@ def test_rows_are_those_of_the_pipeline(folder: Path) -> None:
     texts, pipe = encoder.encode(captions), HunyuanVideo15Pipeline.from_pretrained(folder)
     with torch.no_grad():
         states, mask, glyphs, glyph_mask = pipe.encode_prompt(captions, device="cpu", batch_size=len(captions))
+    largest = float(states.abs().max())  # other rows in a batch are other roundings
     for i, text in enumerate(texts):
         first, rows = int(glyph_mask[i].sum()), int(mask[i].sum())
         assert text.shape == (first + rows, 25) and encoder.count(captions[i]) == len(text)
         assert bool((text[:first, -1] == 1).all()) and not text[first:, -1].any() and not text[:first, 16:-1].any()
         torch.testing.assert_close(text[:first, :16], glyphs[i, :first], atol=ATOL, rtol=0)
-        torch.testing.assert_close(text[first:, :-1], states[i, :rows], atol=ATOL, rtol=0)
+        torch.testing.assert_close(text[first:, :-1], states[i, :rows], atol=ATOL * largest, rtol=0)
     assert len(texts[6]) == 1256 and [int(row.sum()) for row in glyph_mask[:2]] == [0, 0]
     alone = encoder.encode([captions[2]])[0]
-    torch.testing.assert_close(alone, texts[2], atol=ATOL, rtol=0)
+    torch.testing.assert_close(alone, texts[2], atol=ATOL * largest, rtol=0)
     assert token_counter(model.text)("a dot") == encoder.count("a dot")
 
 

@@ -103,7 +103,8 @@ def test_bags_compute_the_same_also_with_ranks_that_have_no_rows(tmp_path: Path)
             torch.testing.assert_close(sum(shares), each, atol=1e-5 * float(each.abs().max()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["same", pytest.param("float8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", ["same", "float8"])
 def test_factors_are_trained_the_same(frozen: Literal["same", "float8"]) -> None:
     """LoRA of some projections: the first block's rows need no gradient, and blocks have plain layers beside others."""
     config = replace(TINY, lora_rank=2, lora_targets=("to_q", "to_v"), frozen_dtype=frozen)

@@ -203,6 +203,7 @@ def shard_gradient(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_reduce_the_gradient_of_gathered_tables(tmp_path: Path) -> None:
     ids = torch.tensor([0] * 10 + [1] * 20)
     x, tables, cotangent = torch.randn(30, WIDTH), torch.randn(2, WIDTH), torch.randn(30, WIDTH)
