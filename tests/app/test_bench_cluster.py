@@ -272,6 +272,7 @@ def test_ddp_pays_for_noise_stragglers_and_the_update() -> None:
     assert step_s(update_s=0.0, noise=0.2) != pytest.approx(cascades, rel=1e-3)
 
 
+@pytest.mark.long
 def test_ddp_takes_what_the_virtual_workers_take_for_one_bucket(tmp_path: Path) -> None:
     shape = {"batch": 6, "frames": 9, "height": 1280, "width": 720}
     one = tmp_path / "one.json"

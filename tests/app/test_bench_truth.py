@@ -33,6 +33,7 @@ def test_hidden_costs_are_learnt_in_200_steps_despite_waiting(strategy: str) -> 
     assert found.plan_ratio <= 1.03 and found.plan_profiled <= 1.03
 
 
+@pytest.mark.long
 def test_with_waiting_counted_as_work_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_of_it(span: Span) -> float:
         return span.end - span.start

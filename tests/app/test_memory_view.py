@@ -70,6 +70,7 @@ def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough
     assert re.search(r"host memory of a node [\d.]+ of 64 \(two versions of the optimizer", capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_uploads_to_the_gpus_are_counted_by_the_largest_clip(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_decoded_clips_are_counted_by_the_largest_step_but_for_those_whose_laten
     assert pixel_line([[clips(4, "vae")]], RunConfig.load(DEMO)) == ""
 
 
+@pytest.mark.long
 def test_graphs_of_small_passes_are_counted_by_what_fits_such_a_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
