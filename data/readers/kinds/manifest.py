@@ -289,7 +289,8 @@ def _frame_range(row: dict[str, object]) -> tuple[float | None, float] | None:
     Open-Sora-Plan's `cut` is [first, end]; with `num_frames` its trainer takes that many frames from the first on.
     """
     start, end = (None if _is_nan(row.get(name)) else _number(row.get(name)) for name in BOUNDS)
-    if start if end is None else (start is not None or end >= 0):
+    is_whole = not start if end is None else start is None and end < 0
+    if not is_whole:
         return start, math.inf if end is None else end
     if row.get("cut") in (None, "") or _is_nan(row["cut"]):
         return None
