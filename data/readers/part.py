@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NotRequired, TypedDict
 from zlib import crc32
@@ -399,7 +400,8 @@ def read_meta(path: Path) -> PartMeta | None:
 
 def clear_up(folder: Path) -> None:
     """Remove what writers of parts in this folder have left that were killed: those that live write all the time."""
-    for left in folder.glob(f".*.{'[0-9a-f]' * _DRAWN}.*"):
+    scratch = [folder.glob(f".*.{'[0-9a-f]' * _DRAWN}{suffix}") for suffix in (".parquet", CAPTIONS, MEDIA, MISSING)]
+    for left in chain.from_iterable(scratch):
         with suppress(OSError):  # another process removes them too, and what stays does no harm
             if time.time() - left.stat().st_mtime > _KILLED_S:
                 left.unlink()

@@ -372,9 +372,12 @@ def test_what_a_killed_writer_has_left_goes_a_day_later(tmp_path):
     for writer, age_s in ((killed, 90_000), (alive, 3_600)):
         writer.put_media(b"a clip")
         os.utime(writer._scratch(".media"), (time.time() - age_s,) * 2)
+    others = folder / ".notes.0123456789ab.txt"
+    others.touch()
+    os.utime(others, (0, 0))
     (tmp_path / "0.tar").write_bytes(shard(good(1)))
     index_of(tmp_path / "0.tar", folder)
-    assert alive._scratch(".media").exists() and not killed._scratch(".media").exists()
+    assert others.exists() and alive._scratch(".media").exists() and not killed._scratch(".media").exists()
 
 
 @pytest.mark.parametrize("name", ["\u5b57".encode() * 80, "\u00e9".encode() * 110, b"caf\xe9", b"x" * 251])
