@@ -147,7 +147,11 @@ def _left_in_keepers(config: RunConfig, folder: Path) -> str:
         recorded = newest_line(folder)
     except OSError as error:  # without it what keepers hold of later steps would be dropped
         return f"What keepers hold stays in memory ({one_line(error)}): continue with --resume on this cluster"
-    return rescue(runtime_config(config, folder), recorded)
+    try:
+        return rescue(runtime_config(config, folder), recorded)
+    except Exception as error:  # the caller's error ends the run; its reason has both
+        log.exception("what keepers hold was not written")
+        return f"What keepers hold could not be written ({one_line(error)}): continue with --resume on this cluster"
 
 
 def _outcome_of(error: Exception, folder: Path) -> Outcome:

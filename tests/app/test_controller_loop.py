@@ -145,6 +145,20 @@ def test_where_the_newest_line_of_metrics_cannot_be_read_the_keepers_stay_and_th
     assert '"fail"' in (tmp_path / "events.jsonl").read_text()
 
 
+def test_where_nothing_can_be_rescued_the_first_error_ends_the_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "app.run.controller_process.Recorder", failing(OSError(errno.ENOSPC, "No space left", "events"))
+    )
+    monkeypatch.setattr("actors.run.rescue.rescue", failing(ConnectionError("the cluster is gone")))
+    (tmp_path / "config.yaml").touch()
+    controller_loop(settings(tmp_path))
+    reason = json.loads((tmp_path / OUTCOME).read_text())["reason"]
+    assert "No space left" in reason and "could not be written (" in reason and "the cluster is gone" in reason
+    assert '"fail"' in (tmp_path / "events.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("before", "events", "code", "expected"),
     [
