@@ -363,6 +363,7 @@ class RayTracker:
                 self._values[gauge_of(tag)] = float(found[name])
         self._closed = threading.Event()
         self._repeats: threading.Thread | None = None
+        self._repeat()  # HeddleNoFirstStep looks at a run that has these and no step
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         import ray
@@ -392,7 +393,12 @@ class RayTracker:
         with self._lock:
             self._values[name, label_of(label)] = value
             self._send(name, label_of(label), value)
-        if self._repeats is None:
+        self._repeat()
+
+    def _repeat(self) -> None:
+        import ray
+
+        if self._repeats is None and ray.is_initialized():
             self._repeats = threading.Thread(target=self._set_again, name="heddle-gauges", daemon=True)
             self._repeats.start()
 
@@ -412,11 +418,13 @@ class RayTracker:
     def _set_again(self) -> None:
         import ray
 
-        while not self._closed.wait(self._repeat_s):
+        while True:
             if ray.is_initialized():
                 with self._lock:
                     for (name, label), value in self._values.items():
                         self._send(name, label, value)
+            if self._closed.wait(self._repeat_s):
+                return
 
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         """Gauges are numbers."""

@@ -46,6 +46,14 @@ EVERY = series("heddle_checkpoint_every", "10+0x180")
 WANTED = series("heddle_run_steps", "1000+0x10 stale")
 # what Prometheus saw once a minute, when it is asked, and whether the alert fires then
 CASES = {
+    "HeddleNoFirstStep": ("HeddleNoFirstStep", [WANTED], "75m", True),
+    "HeddleNoFirstStep has just begun": ("HeddleNoFirstStep", [series("heddle_run_steps", "9+0x90")], "50m", False),
+    "HeddleNoFirstStep has made it": (
+        "HeddleNoFirstStep",
+        [series("heddle_run_steps", "9+0x90"), series("heddle_step", "_x50 0 stale")],
+        "90m",
+        False,
+    ),
     "HeddleNoStep stands": ("HeddleNoStep", [series("heddle_step", "0+1x10 10+0x60")], "60m", True),
     "HeddleNoStep goes on": ("HeddleNoStep", [series("heddle_step", "0+1x100")], "60m", False),
     "HeddleNoStep has just begun": ("HeddleNoStep", [series("heddle_step", "_x50 0+0x10")], "60m", False),

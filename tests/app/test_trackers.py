@@ -206,16 +206,20 @@ def test_gauges_say_how_far_the_run_and_its_checkpoints_are(monkeypatch: pytest.
         def set(self, value: float, tags: Mapping[str, str]) -> None:
             shown[self.name] = value
 
+    def wait_for(name: str) -> None:
+        until = time.monotonic() + 30
+        while name not in shown and time.monotonic() < until:
+            time.sleep(0.01)
+
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
     monkeypatch.setitem(TRACKERS, "ray", partial(RayTracker, repeat_s=0.01))
     config = {"train": {"steps": 500}, "checkpoint": {"every": 10}}
     with Metrics(tmp_path, track=["ray"], config=config) as metrics:
+        wait_for("heddle_checkpoint_every")
+        assert shown == {"heddle_run_steps": 500, "heddle_checkpoint_every": 10}, "before the first step"
         metrics.step(line(20))
-        until = time.monotonic() + 30
-        while "heddle_checkpoint_every" not in shown and time.monotonic() < until:
-            time.sleep(0.01)
-        assert shown["heddle_run_steps"] == 500 and shown["heddle_checkpoint_every"] == 10
+        wait_for("heddle_checkpoint_step")
         assert shown["heddle_step"] == 20 and shown["heddle_checkpoint_step"] == 19
         metrics.step(line(29))
         metrics.event(CheckpointWritten(time=1.0, step=29, folder="step-30"))
