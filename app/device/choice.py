@@ -21,7 +21,7 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"--device {name!r} is not one of auto, cpu, cuda.")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device cuda: no GPU of this machine can be used. {why_unusable()}. Or use --device cpu.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", 0) if name != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:

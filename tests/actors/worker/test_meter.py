@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from actors.plan.types import USABLE, Item
 from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
 from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, keep, ran_out
+from app.device.choice import pick_device
 from ops.update.flat_vector import trainable
 from ops.waiting import GroupError
 from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
@@ -229,6 +231,21 @@ class FakeAllocator:
     def take(self, gib: float) -> None:
         self.current += int(gib * GIB)
         self.peak = max(self.peak, self.current)
+
+
+def test_a_limit_can_be_set_on_the_device_that_commands_pick(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: dict[int, float] = {}
+
+    def limit(share: float, device: torch.device) -> None:
+        shares[torch._utils._get_device_index(device)] = share  # as PyTorch's does
+
+    FakeAllocator(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    DeviceMeter(pick_device("auto"), limit_gib=20)
+    DeviceMeter(pick_device("cuda"), limit_gib=20)
+    assert shares == {0: 0.25}
 
 
 def test_a_device_is_asked_for_its_room_once_a_step_and_not_by_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
