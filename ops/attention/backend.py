@@ -11,6 +11,7 @@ from ops.attention.lengths import Lengths, Pair
 from ops.attention.names import BackendName
 
 HALF = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)
 
 
 class Backend(Protocol):
@@ -32,7 +33,7 @@ class Backend(Protocol):
 
 
 def why_not_half_on_cuda(name: BackendName, q: Tensor, most: int) -> str | None:
-    """The rule of the CUDA kernels: half precision, head sizes in steps of 8."""
+    """The rule of the CUDA kernels: half precision, head sizes in steps of 8, GPUs from Ampere on."""
     if not q.is_cuda:
         return f"attention {name} needs a CUDA device; these tensors are on {q.device.type}. Use sdpa or auto."
     if q.dtype not in HALF:
@@ -41,4 +42,7 @@ def why_not_half_on_cuda(name: BackendName, q: Tensor, most: int) -> str | None:
     size = q.shape[-1]
     if size % 8 or size > most:
         return f"attention {name} takes head sizes that are multiples of 8 up to {most}, not {size}. Use sdpa or auto."
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if (major, minor) < _AMPERE:
+        return f"attention {name} runs on sm_80 and later; this device is sm_{major}{minor}. Use sdpa or auto."
     return None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ops.comm.collectives import Group
@@ -14,6 +15,12 @@ from ops.comm.groups import Groups
 from ops.waiting import CancelToken
 
 RunRanks = Callable[[int, Callable[[Group], Any]], list[Any]]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention is told of a device that this machine does not have."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 @pytest.fixture

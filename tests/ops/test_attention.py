@@ -25,6 +25,8 @@ from ops.attention.sdpa import Sdpa, leave_out_cudnn
 from ops.attention.varlen import attention, backend_of, check_backend, choose, serving
 from tests.ops.attention_cases import CASES, reference
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 torch.set_num_threads(1)
 FP64 = {"atol": 1e-12, "rtol": 1e-12}
 
@@ -282,9 +284,20 @@ def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None
     assert auto(OnCuda(), (8192, 8193), (512, 512)) == "cudnn"
     assert auto(OnCuda(), (8192, 8190), (512, 512)) == "flash"  # few scores
     assert auto(OnCuda(size=256), (2048,)) == "flash" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert auto(OnCuda(), (2048, 2047), flash3=True) == "flash3"
     assert auto(OnCuda(torch.float32), (2048,), flash3=True) == "sdpa"
+
+
+def test_gpus_before_ampere_are_served_by_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for length in (256, 4096):
+        chosen = choose(OnCuda(), (Lengths.of((length,)), Lengths.of((length,))), backends(installed=True))  # type: ignore[arg-type]
+        assert chosen.name == "sdpa"
+    assert serving(OnCuda(), backends(installed=True)) == ["sdpa"]  # type: ignore[arg-type]
+    for name in ("flash", "cudnn"):
+        assert refusal(name, OnCuda()) == (  # type: ignore[arg-type]
+            f"attention {name} runs on sm_80 and later; this device is sm_75. Use sdpa or auto."
+        )
 
 
 def test_lengths_of_captions_are_no_shapes_to_plan() -> None:
@@ -311,7 +324,6 @@ def test_what_auto_comes_to_is_known_without_a_call(monkeypatch: pytest.MonkeyPa
     """Costs that were measured where flash3 is installed are not those of the same setting where it is not."""
     without, queries = backends(installed=False), (OnCuda(), OnCuda(size=256), OnCuda(torch.float32))
     assert [serving(q, without) for q in queries] == [["cudnn", "flash"], ["flash"], ["sdpa"]]  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert serving(OnCuda(), backends(installed=True)) == ["flash3"]  # type: ignore[arg-type]
     assert serving(torch.empty(0, 1, 128)) == ["sdpa"]
 

@@ -25,6 +25,8 @@ from tests.families.registry import VARIANTS
 from tests.ops.attention_tables import row, table
 from tests.ops.test_attention import OnCuda
 
+pytestmark = pytest.mark.usefixtures("hopper")
+
 BOTH = table(("flash", 1024, 1.0), ("cudnn", 1024, 4.0), ("flash", 16384, 100.0), ("cudnn", 16384, 50.0))
 
 
