@@ -38,7 +38,8 @@ from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, W
 # So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. And with
 # TORCH_NCCL_BLOCKING_WAIT each wait of a collective would hold the host up until the device has come there, and give
 # up after a time limit of its own. A debug mode for collectives that are out of step switches such an end on again, and
-# a dump holds the list of what is under way for four times as long as it may take, while a broken group is to go.
+# a dump holds the list of what is under way for four times as long as it may take, while a broken group is to go. A check
+# for NaN ends the process of a gradient that is not finite, whose step is skipped, and of padding that nobody wrote.
 # Whatever a cluster sets for other programs does not count.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # wins over NCCL_BLOCKING_WAIT, its earlier name
@@ -46,6 +47,7 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_NAN_CHECK": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

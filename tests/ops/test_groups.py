@@ -74,10 +74,10 @@ def test_pytorch_never_ends_a_process_by_itself(monkeypatch: pytest.MonkeyPatch)
     minutes after the error was handled; a watchdog that meets an error of the device ends the process otherwise. And no
     host waits for what is the device's to wait for."""
     names = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
-    names += ("PROPAGATE_ERROR", "DESYNC_DEBUG", "USE_COMM_NONBLOCKING", "EXTRA_DUMP_ON_EXEC")
+    names += ("PROPAGATE_ERROR", "DESYNC_DEBUG", "NAN_CHECK", "USE_COMM_NONBLOCKING", "EXTRA_DUMP_ON_EXEC")
     for name in names:
         monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
-    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG"):  # as many clusters have them
+    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "NAN_CHECK"):  # as many clusters have them
         monkeypatch.setenv(f"TORCH_NCCL_{name}", "1")
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -86,7 +86,7 @@ def test_pytorch_never_ends_a_process_by_itself(monkeypatch: pytest.MonkeyPatch)
         assert dist.get_debug_level() == dist.DebugLevel.INFO, "in detail it ends the process of a broken communicator"
     finally:
         dist.set_debug_level(before)
-    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 9
+    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 10
 
 
 @pytest.mark.parametrize(("of_the_cluster", "found"), [(None, "0"), ("1", "1")])
