@@ -43,7 +43,7 @@ from ops.counted import counted
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import check_factors, check_kept, num_trained
+from ops.models.load import check_factors, check_kept, check_trained, num_trained
 from ops.shards import bytes_per_weight
 from ops.typed import ConfigError
 
@@ -74,6 +74,7 @@ def dry_run(
     for change in changes:
         print(f"          changed since its last start: {change}")
     cluster = cluster_of(config)
+    check_trained(model.dit, config.train.optimizer.kind)
     _print_model(config, model, "cuda" if device_gib(config, cluster.memory_gib)[1] else "cpu")
     try:
         check_weights(model)

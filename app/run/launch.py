@@ -186,13 +186,13 @@ def _check_files(config: RunConfig) -> None:
     """Raises FileNotFoundError or ValueError, one sentence, for files of the model that are missing or not whole, for
     settings that name nothing in it, and for data that is missing; the demo's is made."""
     from ops.models.folders import check_weights, resolve
-    from ops.models.load import check_factors, check_kept, num_trained
+    from ops.models.load import check_factors, check_kept, check_trained
 
     model, _ = resolve(config.model)
     check_weights(model)
     check_factors(model.dit)
     check_kept(model.dit)
-    num_trained(model.dit)
+    check_trained(model.dit, config.train.optimizer.kind)
     make_missing(config.data.sources)
     if not is_on_a_cluster():  # whose nodes may see more than this machine
         for source in (*config.data.sources, *(config.validation.sources if config.validation.every else ())):

@@ -253,6 +253,17 @@ def num_trained(config: DiTConfig) -> int:
     return sum(weight.numel() for weight in dit_skeleton(config).parameters() if weight.requires_grad)
 
 
+def check_trained(config: DiTConfig, optimizer: str) -> None:
+    """Raises ValueError, one sentence, for settings of a resolved config that name nothing in its transformer, or that
+    leave this kind of optimizer nothing to train. Counted without memory."""
+    from ops.update.flat_vector import slots, trainable
+    from ops.update.muon import matrices_of
+
+    skeleton = dit_skeleton(config)
+    if optimizer == "muon":
+        matrices_of(skeleton, slots(trainable(skeleton)))
+
+
 def bare_dit(config: DiTConfig) -> nn.Module:
     """The module of a config as its class makes it, in the default dtype, with LoRA's factors if it asks for them, and
     with what it does not train frozen."""

@@ -323,6 +323,10 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
         (("model.dit.lora_rank=2", "model.dit.lora_targets=[nowhere]"), "'nowhere' names no attention or MLP"),
         (("model.dit.train_only=[nowhere]",), "'nowhere' names no weight"),
         (
+            ("model.dit.train_only=['blocks.*.norm2']", "train.optimizer.kind=muon"),
+            "train.optimizer.kind muon trains linear layers of a transformer's blocks, and none is trained here.",
+        ),
+        (
             ("data.sources.0.path=/nowhere/{0..9}.tar", "data.sources.0.synthetic=false"),
             "there is no /nowhere/0.tar on",
         ),
