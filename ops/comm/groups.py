@@ -36,9 +36,9 @@ from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, W
 # For a process before its first communicator. PyTorch's answer to a broken communicator is to end the process, and so
 # the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
 # So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. And with
-# TORCH_NCCL_BLOCKING_WAIT each wait of a collective would hold the host up until the device has come there, and give
-# up after a time limit of its own. A debug mode for collectives that are out of step switches such an end on again, and
-# a dump holds the list of what is under way for four times as long as it may take, while a broken group is to go. A check
+# TORCH_NCCL_BLOCKING_WAIT each wait of a collective would hold the host up until the device has come there, and give up
+# after a time limit of its own. A debug mode for collectives that are out of step switches such an end on again, and a
+# dump holds the list of what is under way for four times as long as it may take, while a broken group is to go. A check
 # for NaN ends the process of a gradient that is not finite, whose step is skipped, and of padding that nobody wrote.
 # Whatever a cluster sets for other programs does not count.
 _NCCL_ENVIRONMENT = {
