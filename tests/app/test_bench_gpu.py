@@ -29,6 +29,7 @@ from app.bench.gpu.memory import blocks_that_fit, step_bytes
 from app.bench.gpu.models import CLIP_480P81, HUNYUAN_13B, WAN_1_3B, WAN_14B, PackedCall, build, small
 from app.bench.gpu.report import report
 from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_all
+from app.bench.gpu.supervise import supervised
 from app.bench.gpu.targets import TARGETS, judged
 from app.bench.gpu.timeline import StreamWork, timeline
 from app.bench.gpu.train_step import AS_TRAINED, step_config
@@ -216,27 +217,69 @@ def test_what_is_retried_when_the_device_dies_is_retried_by_the_fresh_process(tm
     assert [line.name for line in done.lines] == ["b", "c"], "a has failed in this call already"
 
 
-def test_a_fresh_process_goes_on_where_the_device_died(tmp_path: Path) -> None:
+def inner(folder: Path, fakes: str, more: str = "") -> list[str]:
+    """A call of the process that measures these, on a CPU that it takes for the device."""
     code = f"""
-import os
-from app.bench.gpu import __main__ as command, catalogue, runner
-from tests.app.test_bench_gpu import Fake
-catalogue.catalogue = lambda place: [Fake(name="a", error=RuntimeError("illegal memory access")), Fake(name="b")]
-runner._answers = lambda place: False
-os.execv = lambda program, arguments: (print("NEXT", *arguments[1:], flush=True), os._exit(7))
-command.main(["--rehearse", "--retry", "--minutes", "9", "--out", {str(tmp_path)!r}])
+import os, signal, sys, time, torch
+from app.bench.gpu import __main__ as command, catalogue, measurement, runner
+from tests.app.test_bench_gpu import FACTS, Doing, Fake
+torch.cuda.is_available = lambda: True
+command._facts = lambda rehearsal, arguments: FACTS
+catalogue.catalogue = lambda place: [{fakes}]
+real = measurement.Place
+measurement.Place = lambda device, rehearse: real(device=torch.device("cpu"), rehearse=False)
+{more}
+sys.exit(command.main(["--inner", "--began", str(time.time()), "--out", {str(folder)!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 7, done.stderr
-    (following,) = [text for text in done.stdout.splitlines() if text.startswith("NEXT")]
-    asked = f"NEXT -m app.bench.gpu --rehearse --retry --minutes 9 --out {tmp_path} --began "
-    assert following.startswith(asked) and following.endswith(" --restarts 1")
-    assert [line.name for line in read_lines(tmp_path)] == ["a"]
+    return [sys.executable, "-c", code]
 
 
-def test_a_restart_keeps_what_a_person_asked_for() -> None:
-    asked = ["--minutes", "1", "--only", "step.", "--began", "1", "--restarts", "2"]
-    assert _without(asked) == ["--minutes", "1", "--only", "step."]
+@dataclass(frozen=True, kw_only=True)
+class Doing(Fake):
+    """A measurement that does something to its process, the first time it runs."""
+
+    do: Callable[[], object] = lambda: None
+
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
+        self.do()
+        return super().run(place, earlier)
+
+
+def test_after_what_ends_its_device_or_process_or_has_no_end_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    said: list[str] = []
+    fakes = """Fake(name="a", estimate_s=100), Fake(name="breaks", error=RuntimeError("illegal memory access")),
+    Doing(name="kills", do=lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+    Doing(name="hangs", do=lambda: time.sleep(3600), estimate_s=0.5), Fake(name="d", estimate_s=100)"""
+    settings = "runner._answers = lambda place: False; runner._TIMES_EXPECTED, runner._AND_S = 2.0, 0.0"
+    code = supervised(inner(tmp_path, fakes, settings), said.append)
+    assert code == 0 and [text.split(";")[0].removeprefix("the process that measures ") for text in said] == [
+        "has asked for another",
+        "was ended by SIGSEGV",
+        "has asked for another",
+    ]
+    found = {line.name: line for line in read_lines(tmp_path)}
+    assert list(found) == ["a", "breaks", "kills", "hangs", "d"] and found["a"].good and found["d"].good
+    assert "illegal memory access" in (found["breaks"].error or "") and "died" in (found["kills"].error or "")
+    assert (found["hangs"].error or "").startswith("no end after 1 s, in <string>:")
+
+
+def test_processes_that_all_die_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    assert supervised([sys.executable, "-c", "raise SystemExit(75)"], said.append) == 1
+    assert len(said) == 7 and said[-1].startswith("6 processes have ended so")
+    assert supervised([sys.executable, "-c", "raise SystemExit(2)"], said.append) == 2 and len(said) == 7
+
+
+def test_a_line_has_the_call_that_a_person_made() -> None:
+    assert _without(["--minutes", "1", "--only", "step.", "--inner", "--began", "1"]) == [
+        "--minutes",
+        "1",
+        "--only",
+        "step.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,15 +299,16 @@ def test_a_call_that_cannot_be_answered_is_one_sentence_and_code_2(
     options: list[str],
     sentence: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(ROOT)
     if not options and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS"):  # which a rehearsal sets
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     assert main([*options, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.startswith(sentence) and said.count("\n") == 1, said
 
 

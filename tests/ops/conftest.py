@@ -19,7 +19,7 @@ RunRanks = Callable[[int, Callable[[Group], Any]], list[Any]]
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What attention is told of a device that this machine does not have."""
+    """Attention takes a device that this machine does not have for an H100."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 

@@ -7,7 +7,8 @@
 
 Needs torch, triton, numpy, pyyaml and this tree; no Ray, no PyAV, no Diffusers (without it the VAE is left out). DIR
 gets results.jsonl, a line per measurement as it comes, report.md with the targets and with what streams did beside
-each other, and timelines/ with the traces of that.
+each other, and timelines/ with the traces of that. A measurement that kills the process or its device, or has taken
+four times as long as expected and a minute, is a failure by name, and a fresh process goes on after it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.bench.gpu.supervise import AGAIN, leave_for_another, supervised
+
 if TYPE_CHECKING:
     from app.bench.gpu.lines import Facts
 
 ROOT = Path(__file__).resolve().parents[3]
 USAGE, FAILED = 2, 1
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
-MOST_RESTARTS = 5
 
 
 def main(arguments: list[str]) -> int:
     """The exit code: 0, 1 where a rehearsal failed, 2 for a call that cannot be answered (one sentence on stderr)."""
     options = _options(arguments)
+    if not (options.inner or options.rehearse or options.list):
+        own = [sys.executable, "-m", "app.bench.gpu", *arguments, "--inner", "--began", repr(options.began)]
+        return supervised(own, _say)
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,8 +62,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names or their beginnings")
     parser.add_argument("--retry", action="store_true", help="measure again what failed in this folder")
     parser.add_argument("--list", action="store_true", help="print names and expected seconds, measure nothing")
-    parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)  # of a restarted process
-    parser.add_argument("--restarts", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)  # the process that measures
+    parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)  # of the call
     return parser.parse_args(arguments)
 
 
@@ -93,13 +98,11 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     except OSError as error:
         raise ValueError(f"--out {folder} cannot be a folder: {error.strerror}. Give another.") from None
     budget = Budget(began=options.began, seconds=60 * options.minutes)
-    done = run_all(wanted, place, folder, facts, budget, _say, options.retry)
-    if done.dead and options.restarts < MOST_RESTARTS:
-        _say("the device answers this process no more; a fresh one goes on.")
-        again = _without(arguments)  # also --retry: what has failed since this began is not run again
-        extra = ["--began", repr(options.began), "--restarts", str(options.restarts + 1)]
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "app.bench.gpu", *again, *extra])
+    end = leave_for_another if options.inner else None
+    done = run_all(wanted, place, folder, facts, budget, _say, options.retry, end)
+    if done.dead and options.inner:
+        _say("the device answers this process no more.")
+        return AGAIN  # also --retry: what has failed since the call began is not run again
     failed = [line.name for line in done.lines if line.error]
     _say(f"\n{(folder / REPORT).read_text(encoding='utf-8').split('## Every figure')[0]}")
     _say(f"{len(done.lines)} measured or left out, {len(failed)} failed, {len(done.skipped)} without time: {folder}")
@@ -107,15 +110,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _without(arguments: list[str]) -> list[str]:
-    """The arguments that a person gave, without those that a restart adds."""
-    names = ("--began", "--restarts")
-    kept: list[str] = []
-    skip = False
-    for one in arguments:
-        if not skip and one not in names:
-            kept.append(one)
-        skip = one in names and not skip
-    return kept
+    """The arguments that a person gave."""
+    return arguments[: arguments.index("--inner")] if "--inner" in arguments else arguments
 
 
 def _check_packages() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +24,7 @@ from app.bench.gpu.timeline import PREFIX
 
 REPORT = "report.md"
 _ERROR_LENGTH = 600
+_TIMES_EXPECTED, _AND_S = 4.0, 60.0  # after which a measurement has no end
 
 
 class TooLittleTime(ValueError):
@@ -59,9 +63,11 @@ def run_all(
     budget: Budget,
     say: Callable[[str], None] = print,
     retry: bool = False,
+    end: Callable[[], None] | None = None,
 ) -> Round:
     """Everything that `folder` does not hold yet by these versions (with `retry`: or holds as failed before the budget
-    began), in the order given. What was left out is asked again: a package may have come, or memory.
+    began), in the order given. What was left out is asked again: a package may have come, or memory. `end` ends this
+    process where a measurement finds none.
 
     Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
     """
@@ -83,11 +89,13 @@ def run_all(
         line = _left_out(one, place, facts)
         if line is not None and line.left_out and line.left_out == left_out.get(one.name):
             continue  # as it stands there
-        slower = times_slower(good_figures([*before, *new]))
-        if line is None and expected_seconds(one, place, slower) > budget.left():
+        expected_s = expected_seconds(one, place, times_slower(good_figures([*before, *new])))
+        if line is None and expected_s > budget.left():
             skipped.append(one.name)
             continue
-        line = line or _measured(one, place, folder, facts)
+        if line is None:
+            with _watched(one, _TIMES_EXPECTED * expected_s + _AND_S, folder, facts, end):
+                line = _measured(one, place, folder, facts)
         append_line(folder, line)
         new.append(line)
         say(_said(line, budget))
@@ -124,6 +132,34 @@ def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> Res
     return ResultLine(
         name=one.name, facts=facts, at=at, seconds=round(time.monotonic() - start, 2), figures=figures, error=error
     )
+
+
+@contextmanager
+def _watched(
+    one: Measurement, most_s: float, folder: Path, facts: Facts, end: Callable[[], None] | None
+) -> Iterator[None]:
+    """After `most_s` a thread writes the line of a failure and calls `end`: what waits for a device that hangs can be
+    interrupted by nobody."""
+    if end is None:
+        yield
+        return
+    main, at, leave = threading.get_ident(), _now(), end
+
+    def overrun() -> None:
+        frame = sys._current_frames()[main]
+        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        error = f"no end after {most_s:.0f} s, in {where}; --retry measures it again."
+        end_mark(folder)
+        append_line(folder, ResultLine(name=one.name, facts=facts, at=at, seconds=most_s, error=error))
+        leave()
+
+    timer = threading.Timer(most_s, overrun)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _died(name: str, began: float, facts: Facts) -> ResultLine:
