@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
-AVI_VERSION = 3  # that of AVI
+AVI_VERSION = 4  # that of AVI
 TURNED_VERSION = 3  # that of clips whose container says that they are turned, but for MP4 and MOV, which always were
 READERS = 8  # remote captions that are read at a time
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
@@ -289,7 +289,7 @@ def _decoded(container: InputContainer, stream: VideoStream, origin: float, clip
 def _timed(container: InputContainer, stream: VideoStream) -> Iterator[tuple[float | None, av.VideoFrame]]:
     """Frames as displayed, with the time that the file has for them. AVI has one for each packet alone, of which libav
     makes late ones and, with B-frames, some out of order: the first frame shown has that of the first packet, the next
-    one that of the second."""
+    one that of the second. Where a packet repeats a picture, its time is nobody's."""
     if container.format.name != "avi":
         yield from ((frame.time, frame) for frame in container.decode(stream))
         return
@@ -297,9 +297,26 @@ def _timed(container: InputContainer, stream: VideoStream) -> Iterator[tuple[flo
     for packet in container.demux(stream):
         if packet.size:  # else nothing is drawn: the frame before it stays
             times.append(packet.dts)
-        for frame in packet.decode():
+        frames = packet.decode()
+        for frame in frames:
             dts = times.popleft() if times else None
             yield None if dts is None else float(dts * _unit(stream)), frame
+        if not frames and len(times) > stream.codec_context.has_b_frames:
+            _forget_repeat(times, packet)
+
+
+def _forget_repeat(times: deque[int | None], packet: av.Packet) -> None:
+    """Takes out the time of a picture of MPEG-4 Part 2 for which libav makes no frame: "the last one again"."""
+    if packet.stream.codec_context.name != "mpeg4" or packet.size <= 1:
+        return  # one byte alone: its encoder had no frame ready yet, which comes later
+    _, _, picture = bytes(packet).partition(b"\0\0\1\xb6")
+    if picture and picture[0] >> 6 == _B:
+        times.popleft()  # it would be shown at once, with the oldest time
+    else:
+        times.pop()  # shown after the frame that a decoder of B-frames holds back
+
+
+_B = 2  # of I, P, B and S
 
 
 def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:

@@ -24,12 +24,14 @@ RATE = 12
 
 
 X264 = {"crf": "1", "bf": "2", "preset": "veryfast"}
+MPEG4 = {"b": "50000000", "qmin": "1"}
 AVI_KINDS = {
     "h264": ("libx264", X264),
     "pyramid": ("libx264", {**X264, "bf": "3"}),
     "open": ("libx264", {**X264, "bf": "3", "x264-params": "open-gop=1:scenecut=0:b-adapt=0"}),
     "plain": ("libx264", {**X264, "bf": "0"}),
-    "mpeg4": ("mpeg4", {"bf": "2", "b": "50000000", "qmin": "1"}),
+    "mpeg4": ("mpeg4", {"bf": "2", **MPEG4}),
+    "mpeg4 without B-frames": ("mpeg4", {"bf": "0", **MPEG4}),
 }
 
 
@@ -56,6 +58,47 @@ def write_video(
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
+
+
+def write_repeating_avi(path: Path, repeated: set[int], b_frames: int) -> Path:
+    """72 pictures of MPEG-4 as `write_video` makes them, of which the repeated ones say "the last one again"."""
+    encoder = av.CodecContext.create("mpeg4", "w")
+    encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = 96, 64, "yuv420p", Fraction(1, RATE)
+    encoder.options = {"g": "12", "bf": str(b_frames), "sc_threshold": "1000000000", "b_strategy": "0", **MPEG4}
+    coded = []
+    for index in sorted(set(range(72)) - repeated):
+        planes = np.full((96, 96), 128, np.uint8)
+        planes[:64] = 2 * index + 20
+        frame = av.VideoFrame.from_ndarray(planes, format="yuv420p")
+        frame.pts, frame.time_base = index, Fraction(1, RATE)
+        coded += encoder.encode(frame)
+    contents, since = [], 0  # the last picture that is no B-frame
+    for packet in [*coded, *encoder.encode()]:
+        if bytes(packet).partition(VOP)[2][0] >> 6 != 2:  # before it, as these are no B-frames either
+            while since + 1 in repeated:
+                contents.append(VOP + not_coded(since, since := since + 1))
+            since = packet.pts
+        contents.append(bytes(packet))
+    assert len(contents) == 72
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        for number, content in enumerate(contents):
+            packet = av.Packet(content)
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, RATE), number, number
+            packet.is_keyframe = len(content) > 20 and content.partition(VOP)[2][0] >> 6 == 0
+            container.mux(packet)
+    return path
+
+
+VOP = b"\0\0\1\xb6"
+
+
+def not_coded(since: int, number: int) -> bytes:
+    """A picture without content: P, the seconds since the last one, the part of a second, and no."""
+    bits = "01" + "1" * (number // RATE - since // RATE) + "0" + f"1{number % RATE:04b}1" + "0"
+    bits = f"{bits}0".ljust(-(-(len(bits) + 1) // 8) * 8, "1")
+    return int(bits, 2).to_bytes(len(bits) // 8, "big")
 
 
 def clip(path: Path, frames: int, **changes: object) -> Clip:
@@ -115,6 +158,37 @@ def test_frames_of_an_avi_which_has_no_time_stamps_are_the_wanted_ones(tmp_path:
     for start in (0, 1, 23, 30, 47, 63):
         pixels = decode_clip(clip(path, 72, suffix="avi", start_frame=start), job(bucket=Bucket(5, 64, 96), fps=fps))
         assert numbers(pixels) == list(range(start, start + 5 * step, step)), start
+
+
+@pytest.mark.parametrize("b_frames", [0, 2])
+@pytest.mark.parametrize("fps", [0.0, float(RATE), RATE / 2])
+def test_pictures_of_an_avi_that_repeat_the_last_one_take_time(tmp_path: Path, b_frames: int, fps: float) -> None:
+    repeated = {4, 5, 15, 31, 32, 33, 46}  # with two B-frames each after one that is none
+    path = write_repeating_avi(tmp_path / "a.avi", repeated, b_frames)
+    own = sorted(set(range(72)) - repeated)
+    for start in (0, 1, 5, 23, 30, 47, 62):
+        wanted = clip(path, 72, suffix="avi", start_frame=start)
+        pixels = decode_clip(wanted, job(bucket=Bucket(5, 64, 96), fps=fps))
+        if fps:
+            expected = [max(k for k in own if k <= start + n * round(RATE / fps)) for n in range(5)]
+        else:
+            expected = [k for k in own if k >= start][:5]
+        assert numbers(pixels) == expected, start
+
+
+def test_an_avi_that_begins_with_b_frames_of_a_picture_before_it_does_not_drift(tmp_path: Path) -> None:
+    whole, cut = write_repeating_avi(tmp_path / "whole.avi", set(), 2), tmp_path / "cut.avi"
+    with av.open(str(whole)) as source, av.open(str(cut), "w") as out:
+        stream = out.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+        begin = next(number for number, packet in enumerate(packets) if number and packet.is_keyframe)
+        for number, packet in enumerate(packets[begin:]):
+            packet.stream, packet.pts, packet.dts = stream, number, number
+            out.mux(packet)
+    for start in (2, 3, 30, 50):
+        pixels = decode_clip(clip(cut, 72 - begin, suffix="avi", start_frame=start), job(bucket=Bucket(5, 64, 96)))
+        assert numbers(pixels) == list(range(begin + start, begin + start + 5)), start
 
 
 def test_a_seek_gives_the_same_pixels_as_decoding_from_the_start(steady: Path) -> None:
