@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
 AVI_VERSION = 4  # that of AVI
-TURNED_VERSION = 3  # that of clips whose container says that they are turned, but for MP4 and MOV, which always were
+# that of clips whose container says that they are turned, but for MP4 and MOV whose moov is read; of fragmented ones
+# see CHANGELOG
+TURNED_VERSION = 3
 READERS = 8  # remote captions that are read at a time
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
