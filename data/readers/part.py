@@ -399,12 +399,17 @@ def read_meta(path: Path) -> PartMeta | None:
 
 
 def clear_up(folder: Path) -> None:
-    """Remove what writers of parts in this folder have left that were killed: those that live write all the time."""
+    """Remove what writers of parts in this folder have left that were killed: those that live write all the time, but
+    not into each file. A list of a few missing clips lies in a buffer for days."""
     scratch = [folder.glob(f".*.{'[0-9a-f]' * _DRAWN}{suffix}") for suffix in (".parquet", CAPTIONS, MEDIA, MISSING)]
-    for left in chain.from_iterable(scratch):
+    writers: dict[str, list[Path]] = {}
+    for file in chain.from_iterable(scratch):
+        writers.setdefault(file.stem, []).append(file)
+    for files in writers.values():
         with suppress(OSError):  # another process removes them too, and what stays does no harm
-            if time.time() - left.stat().st_mtime > _KILLED_S:
-                left.unlink()
+            if time.time() - max(file.stat().st_mtime for file in files) > _KILLED_S:
+                for left in files:
+                    left.unlink()
 
 
 def _is_outdated(path: Path, footer: pq.FileMetaData, meta: PartMeta) -> bool:

@@ -371,13 +371,17 @@ def test_what_a_killed_writer_has_left_goes_a_day_later(tmp_path):
     killed, alive = (part.PartWriter(folder / "a[1].parquet", part.IndexPart("a", 1, 1), []) for _ in range(2))
     for writer, age_s in ((killed, 90_000), (alive, 3_600)):
         writer.put_media(b"a clip")
+        writer.missing("one key, which stays in the buffer")
         os.utime(writer._scratch(".media"), (time.time() - age_s,) * 2)
+        os.utime(writer._scratch(".missing"), (time.time() - 90_000,) * 2)
     others = folder / ".notes.0123456789ab.txt"
     others.touch()
     os.utime(others, (0, 0))
     (tmp_path / "0.tar").write_bytes(shard(good(1)))
     index_of(tmp_path / "0.tar", folder)
-    assert others.exists() and alive._scratch(".media").exists() and not killed._scratch(".media").exists()
+    assert others.exists() and not any(killed._scratch(suffix).exists() for suffix in (".media", ".missing"))
+    alive.close()
+    assert part.read_meta(alive.path)["missing"] == 1
 
 
 @pytest.mark.parametrize("name", ["\u5b57".encode() * 80, "\u00e9".encode() * 110, b"caf\xe9", b"x" * 251])
