@@ -36,6 +36,7 @@ BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one 
 LONGEST_BLOCK = 8 << 20  # where a file is read on: a table of 5 GB takes 600 requests instead of 19,000
 ASKED_AT_ONCE = 16  # requests about files
 PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset library runs them
+GLOB = r"[*?[]"
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
 # What errors of S3 (400: a token that has expired), Google and Hugging Face say where credentials are the cause
@@ -428,9 +429,12 @@ def check_there(path: str) -> None:
     """Raises DataError for a local path, of those that `expand` reads in this one, where nothing is. Nothing is listed,
     and no remote storage asked."""
     for pattern in (piece for part in path.split("::") for piece in braceexpand(part)):
-        first = min(pattern.index(sign) for sign in "*?[" if sign in pattern) if _is_glob(pattern) else None
-        place = pattern if first is None else parent(pattern[:first])
-        if is_local(place) and not os.path.exists(local_path(place)):
+        if not is_local(pattern):
+            continue
+        path = local_path(pattern)
+        first = first_sign(path)
+        place = path if first is None else parent(path[:first])
+        if not os.path.exists(place):
             raise DataError(f"{pattern}: there is no {place} on this machine. Check the source's path.")
 
 
@@ -512,7 +516,8 @@ def _glob(pattern: str) -> dict[str, FileStat | None]:
     stands for any number of folders. Below the part without signs a hidden file or folder is meant only where the
     pattern itself has a "." there."""
     path = local_path(pattern) if is_local(pattern) else pattern
-    first = min(path.index(sign) for sign in "*?[" if sign in path)
+    first = first_sign(path)
+    assert first is not None, f"{pattern} is no glob"
     fixed, names = parent(path[:first]), path[path.rfind("/", 0, first) + 1 :].split("/")
     names = [name if name == "**" else re.sub(r"\*{2,}", "*", name) for name in names]
     names += ["*"] * (names[-1] == "**")
@@ -525,12 +530,22 @@ def _glob(pattern: str) -> dict[str, FileStat | None]:
     return {file.uri: file for file in files if _fits(_below(fixed, file), names)}
 
 
+def first_sign(path: str, signs: str = GLOB) -> int | None:
+    """Where a URI, or a path as `local_path` has it, begins to stand for other names; None: it is one itself.
+
+    What is there as it is written has no signs, as the folder of `pairs [v2]/*.tar`, nor has the query of an address of
+    fsspec, which is of its name: https://host/a.tar?download=true. `signs`: a regular expression.
+    """
+    name = OPTIONS.sub("", path) if _is_of_python(path) else path
+    for sign in re.finditer(signs, name):
+        upto = name[: sign.start()] + name[sign.start() :].partition("/")[0]
+        if not (is_local(path) and os.path.exists(upto)):
+            return sign.start()
+    return None
+
+
 def _is_glob(pattern: str) -> bool:
-    """Whether it stands for other names. A local path that is there as it is written does not, as `pairs [v2]/`, and
-    the query of an address of fsspec is of its name: https://host/a.tar?download=true."""
-    name = OPTIONS.sub("", pattern) if _is_of_python(pattern) else pattern
-    signs = any(sign in name for sign in "*?[")
-    return signs and not (is_local(pattern) and os.path.exists(local_path(pattern)))
+    return first_sign(local_path(pattern) if is_local(pattern) else pattern) is not None
 
 
 def _is_hidden(names: Sequence[str]) -> bool:

@@ -126,7 +126,8 @@ def index_folder(source: SourceConfig) -> Path:
         return Path(source.index)
     first = source.path.split("::")[0]
     if storage.is_local(first):
-        path = Path(storage.local_path(re.split(r"[{*?\[]", first)[0]))
+        written = storage.local_path(first)
+        path = Path(written[: storage.first_sign(written, r"[{*?[]")])
         beside = path if path.is_dir() else path.parent
         if os.access(beside, os.W_OK):
             return beside / ".heddle-index"

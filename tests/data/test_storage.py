@@ -116,9 +116,13 @@ def test_a_glob_of_a_path_may_go_up_again(tmp_path: Path) -> None:
 def test_a_path_that_is_there_as_it_is_written_is_no_glob(tmp_path: Path) -> None:
     (tmp_path / "pairs [v2]").mkdir()
     (tmp_path / "pairs [v2]" / "0.tar").touch()
-    for path in (f"{tmp_path}/pairs [v2]", f"{tmp_path}/pairs [v2]/0.tar"):
-        check_there(path)
-        assert expand(path, (".tar",)) == [f"{tmp_path}/pairs [v2]/0.tar"]
+    for name in ("", "/0.tar", "/*.tar", "/[0-9].tar", "/{0..0}.tar"):
+        check_there(f"{tmp_path}/pairs [v2]{name}")
+        assert expand(f"{tmp_path}/pairs [v2]{name}", (".tar",)) == [f"{tmp_path}/pairs [v2]/0.tar"]
+    with pytest.raises(DataError, match=r"there is no .*/pairs \[v2\]/1.tar on"):
+        check_there(f"{tmp_path}/pairs [v2]/1.tar")
+    with pytest.raises(DataError, match=r"there is no .*/pairs \[v2\]/a on"):
+        check_there(f"{tmp_path}/pairs [v2]/a/*.tar")
 
 
 @pytest.mark.parametrize(

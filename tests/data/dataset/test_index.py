@@ -527,6 +527,10 @@ def test_default_place_of_the_index(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert index_folder(SourceConfig(path=f"{folder}/{{00000..00002}}.tar")) == folder / ".heddle-index"
     assert index_folder(SourceConfig(path=str(folder))) == folder / ".heddle-index"
+    brackets = tmp_path / "pairs [v2]"
+    brackets.mkdir()
+    for name in ("", "/*.tar", "/{00000..00002}.tar"):
+        assert index_folder(SourceConfig(path=f"{brackets}{name}")) == brackets / ".heddle-index"
     assert index_folder(SourceConfig(path="s3://bucket/x.tar")) == tmp_path / "home" / "heddle" / "index"
     assert index_folder(SourceConfig(path=str(folder), index="/elsewhere")) == Path("/elsewhere")
 
