@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]  # the folder of app, actors, data an
 def code_path() -> str:
     """PYTHONPATH for a process that is started with `python -P`: Heddle, then the caller's PYTHONPATH, then the current
     folder, which may have a decoder of the user's own. It comes last, as an app.py or data.py there is not ours."""
-    folders = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    with suppress(FileNotFoundError):  # the current folder was removed
-        folders.append(os.getcwd())
-    return os.pathsep.join(dict.fromkeys(os.path.abspath(folder) for folder in folders))
+    folders = [str(ROOT)]
+    for folder in (*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.curdir):
+        with suppress(FileNotFoundError):  # it is relative, and the current folder was removed
+            folders.append(os.path.abspath(folder))
+    return os.pathsep.join(dict.fromkeys(folders))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.code_path import ROOT
+from ops.code_path import ROOT, code_path
 
 OURS = ("app", "actors", "data", "ops")
 # As `heddle` does, whose path does not begin with the current folder.
@@ -56,3 +56,13 @@ def test_workers_of_ray_import_heddle_and_then_what_is_in_the_current_folder(fol
     app, data, mine = printed(WORKER, folder).split()
     assert [Path(app).parents[1], Path(data).parents[1]] == [ROOT, ROOT]
     assert mine == "mine"
+
+
+def test_relative_folders_go_where_the_current_one_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("lib", "/elsewhere", "lib")))
+    assert code_path().split(os.pathsep) == [str(ROOT), str(gone / "lib"), "/elsewhere", str(gone)]
+    gone.rmdir()
+    assert code_path().split(os.pathsep) == [str(ROOT), "/elsewhere"]
