@@ -163,6 +163,23 @@ class BucketsConfig:
             or any(not shape.startswith("1x") for shape in self.table)
         )
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any bucket has one frame. Entries of a pasted table that are switched off are none."""
+        rows = [row for rows in self.open_sora.values() if isinstance(rows, Mapping) for row in rows.items()]
+        return (
+            any(str(frames) == "1" and not _is_off(value) for frames, value in rows)
+            or (bool(self.resolutions) and 1 in self.frames)
+            or any(int(shape.split("x")[0]) == 1 for shape in self.table)
+        )
+
+
+def _is_off(value: object) -> bool:
+    """Whether an entry of Open-Sora's table, [probability, batch size], takes no clip."""
+    probability = value[0] if isinstance(value, list | tuple) and value else value
+    keep = probability[0] if isinstance(probability, list | tuple) and probability else probability
+    return keep == 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:

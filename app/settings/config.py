@@ -37,6 +37,7 @@ from app.settings.rules import (
     check_images,
     check_levels,
     check_memory,
+    check_more_than_first,
     check_pictures,
     check_prompts,
     check_sample,
@@ -104,18 +105,19 @@ def names() -> Names:
 
 
 def check_read(config: RunConfig) -> None:
-    """The rules between two sections, with what the folders of the model say of it, and those for the lines of prompts,
-    before a start. Raises ConfigError for the first that does not hold. Whoever loads a folder that cannot be read says
-    so."""
+    """The rules between two sections, with what the folders of the model say of it, and those that hold before a start
+    alone. Raises ConfigError for the first that does not hold. Whoever loads a folder that cannot be read says so."""
     from ops.models.folders import resolve
 
+    model, read = config.model, None
     try:
         model, read = resolve(config.model)
     except (OSError, ValueError):
-        check_prompts(config.sample, config.model, config.train.flow)
-        return
-    check(replace(config, model=model), read)
+        pass  # what the settings say is checked all the same
+    else:
+        check(replace(config, model=model), read)
     check_prompts(config.sample, model, config.train.flow, read)
+    check_more_than_first(model, config.data)
 
 
 def check(config: RunConfig, read: Geometry | None = None) -> None:

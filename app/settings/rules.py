@@ -178,6 +178,23 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
         )
 
 
+def check_more_than_first(model: ModelConfig, data: DataConfig) -> None:
+    """A transformer that starts from a picture is trained on clips that go on from it. For runs that begin: what an
+    earlier one has trained is still sampled and exported."""
+    if not model.dit.starts_from_image:
+        return
+    pictures = [number for number, buckets in enumerate(data.tables) if buckets.has_pictures]
+    if not pictures:
+        return
+    own = data.stages[pictures[0]].buckets is not None
+    raise ConfigError(
+        f"{f'data.segments.{pictures[0]}' if own else 'data'}.buckets has buckets of one frame, and the transformer of "
+        f"model.dit is given the first frame of each clip: a picture is no more than that, and teaches to copy it. "
+        f"Leave buckets of more frames. A run that has trained on pictures cannot change them: begin a new one with "
+        f"train.init_from and the folder of that one."
+    )
+
+
 def check_cache(data: DataConfig, model: ModelConfig, sample: SampleConfig) -> None:
     """Samples of a run that takes its texts from a cache have theirs there, too."""
     live = sample.is_live and not model.dit.lacks_expert

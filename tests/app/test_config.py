@@ -15,7 +15,7 @@ from app.inputs.synthetic import make_missing
 from app.plan.dry_run import dry_run
 from app.run.launch import train
 from app.run.lock import FolderLock, lock_path
-from app.settings.config import RunConfig, from_here, names
+from app.settings.config import RunConfig, check_read, from_here, names
 from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES
 from app.settings.notes import notes
 from app.settings.run_folder import prepare_run_dir, run_dir
@@ -53,6 +53,7 @@ def load(folder: Path, text: str, *overrides: str) -> RunConfig:
 def test_every_shipped_run_loads_and_survives_a_round_trip(path: Path) -> None:
     config = RunConfig.load(path)
     assert RunConfig.from_yaml(config.to_yaml()) == config
+    check_read(config)
 
 
 @pytest.mark.parametrize("path", [path for path in RUNS if "-lora-" in path.stem], ids=lambda path: path.stem)
@@ -570,6 +571,54 @@ def test_a_transformer_of_pictures_is_given_pictures() -> None:
         RunConfig.load(path, ["sample.frames=5"])
 
 
+PICTURE_AND_CLIP = ("data.buckets.resolutions=[480p]", "data.buckets.frames=[1, 17]")
+FROM_FIRST_FRAMES = "wan2.1-i2v-14b-480p wan2.1-flf2v-14b-720p wan2.2-i2v-a14b hunyuan-i2v-13b hunyuan-i2v-33ch-13b"
+FROM_FIRST_FRAMES += " hunyuan1.5-i2v-8b cogvideox-5b-i2v cogvideox1.5-5b-i2v"
+
+
+@pytest.mark.parametrize("preset", FROM_FIRST_FRAMES.split())
+def test_a_picture_is_no_clip_of_a_transformer_that_starts_from_the_first_frame(preset: str) -> None:
+    """Its condition is the whole answer."""
+    path, named = ROOT / "configs" / "models" / f"{preset}.yaml", "run.name=x"
+    with pytest.raises(ConfigError, match=r"data\.buckets has buckets of one frame, .* Leave buckets of more frames"):
+        check_read(RunConfig.load(path, [named, *PICTURE_AND_CLIP]))
+    check_read(RunConfig.load(path, [named, *PICTURE_AND_CLIP, "data.buckets.frames=[5, 17]"]))
+    kept = RunConfig.load(path, [named, *PICTURE_AND_CLIP])
+    assert RunConfig.from_yaml(kept.to_yaml()) == kept, "an earlier run can be sampled and exported"
+
+
+def test_pictures_are_trained_where_a_first_frame_is_not_all_that_a_clip_is_made_from() -> None:
+    runs = ROOT / "configs" / "runs"
+    pictures = ["data.buckets.frames=[1, 17]"]
+    check_read(RunConfig.load(runs / "wan2.1-i2v-14b-lora-80gb.yaml", [*pictures, "model.dit.first_frame=none"]))
+    check_read(RunConfig.load(runs / "wan2.2-ti2v-5b-full.yaml", pictures))
+
+
+OF_PICTURES = {
+    "data.segments=[{until_step: 9, buckets: {table: [1x32x48, 9x32x48]}}, {until_step: 0}]": "data.segments.0.buckets",
+    "data.segments=[{until_step: 9}, {until_step: 0, buckets: {open_sora: {256px: {1: [0.5, 8]}}}}]": (
+        "data.segments.1.buckets"
+    ),
+    "data.buckets={open_sora: {256px: {1: [[1.0, 0.5], 8], 17: [1.0, 8]}}}": "data.buckets",
+    "data.buckets={resolutions: [256px], frames: [17, 1]}": "data.buckets",
+}
+OF_NONE = (
+    "data.segments=[{until_step: 0, buckets: {table: [9x32x48]}}]",
+    "data.buckets={open_sora: {256px: {1: [0.0, null], 17: [1.0, 8]}}}",
+    "data.buckets={table: [17x32x48]}",
+)
+
+
+def test_buckets_of_pictures_are_found_in_every_kind_of_table() -> None:
+    path, first = ROOT / "configs" / "runs" / "demo.yaml", "model.dit.first_frame=channels"
+    given = ["sample.prompts=[]", first, "data.buckets.table=[9x32x48]"]
+    for setting, place in OF_PICTURES.items():
+        with pytest.raises(ConfigError, match=rf"^{re.escape(place)} has buckets of one frame"):
+            check_read(RunConfig.load(path, [*given, setting]))
+    for setting in OF_NONE:
+        check_read(RunConfig.load(path, [*given, setting]))
+
+
 def test_noise_on_pictures_is_refused_without_pictures_and_with_cached_latents(tmp_path: Path) -> None:
     noise = "train: {picture_noise: {}}\n"
     with pytest.raises(
@@ -742,6 +791,7 @@ OF_FOLDERS = {
     "sample.prompts=[a]": "sample.images is empty",
     "sample.images=[a.png]": "makes video from text alone",
     "data.buckets.table=[16x64x64]": "data.buckets.table 16x64x64: 16 frames",
+    "data.buckets.table=[1x64x64, 17x64x64]": "data.buckets has buckets of one frame",
     "planner={sequence: ulysses, degrees: [3]}": "planner.degrees has 3, which does not divide the 2",
 }
 
@@ -752,7 +802,8 @@ def test_what_a_folder_says_is_refused_before_a_start(
     setting: str, begin: Callable[[Path, list[str]], object], tmp_path: Path
 ) -> None:
     """Rules about what the settings of a model from a folder leave to its config.json."""
-    image = {"first_frame": "channels", "in_channels": 12} if "prompts" in setting or "flow" in setting else {}
+    from_image = any(word in setting for word in ("prompts", "flow", "[1x"))
+    image = {"first_frame": "channels", "in_channels": 12} if from_image else {}
     described = dit_json(small(WanConfig, **image))
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(described))
