@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -101,6 +102,12 @@ CASES = FamilyCases(
         note="video_length=5",
     ),
 )
+
+
+def test_an_export_says_how_prompts_of_its_pipeline_are_those_of_the_training() -> None:
+    pipe = inspect.signature(LattePipeline.__call__).parameters
+    assert pipe["clean_caption"].default is True
+    assert any("call it with clean_caption=False" in note for note in FAMILY.export_notes(DIT, 0))
 
 
 def test_a_sampled_clip_is_the_one_of_the_pipeline(tmp_path: Path) -> None:

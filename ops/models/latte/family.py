@@ -110,6 +110,8 @@ def _export_notes(config: LatteConfig, pad_to: int) -> list[str]:
     found = [
         f"LattePipeline takes clips of {config.video_length} frames and no others: call it with "
         f"video_length={config.video_length} (model.dit.video_length).",
+        "where bs4 and ftfy are installed LattePipeline takes links, markup and more out of its prompts, which stay in "
+        "captions here: call it with clean_caption=False.",
         "with guidance LattePipeline shows the negative prompt as many rows as the prompt has, heddle sample its own.",
     ]
     if pad_to:
