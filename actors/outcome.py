@@ -130,15 +130,18 @@ def continues(error: BaseException) -> bool:
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
-def only_in_memory(step: int, on_disk: int, run_dir: Path) -> str:
-    """One sentence for a run whose last committed step could not be written."""
+def only_in_memory(step: int, on_disk: int, run_dir: Path, *, unread: bool = False) -> str:
+    """One sentence for a run whose last committed step could not be written; or, with `unread`, for one of which it
+    could not be read which step that is: then keepers hold none after `step`."""
     disk = (
         f"on disk is the checkpoint after {counted(on_disk + 1, 'step')}"
         if on_disk >= 0
         else "no checkpoint is on disk"
     )
+    first = f"when {run_dir} can be read again" if unread else f"make room in {run_dir} and"
+    steps = f"up to {step + 1}" if unread else f"{step + 1}"
     return (
-        f"{step + 1} steps are committed, {disk}, and the rest is only in the memory of the cluster, whose keepers "
-        f"stay: make room in {run_dir} and continue with --resume on this cluster. A local cluster ends with its "
+        f"{steps} steps are committed, {disk}, and the rest is only in the memory of the cluster, whose keepers "
+        f"stay: {first} continue with --resume on this cluster. A local cluster ends with its "
         f"run, which then continues from the disk."
     )

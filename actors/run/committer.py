@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.held_state import Snapshot
+from actors.held_state import Origin, Snapshot
 from actors.letters import Failures, RelayFinder
 from actors.outcome import Events, Listener, NotRecorded, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
@@ -88,6 +88,8 @@ class Committer:
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
     _slow: int = -1  # the newest step of which an event said that its keepers are slow
     _storage: StorageWait | None = None
+    _recorded: tuple[int, int] | None = None  # until it is known where this controller goes on: the newest line
+    _unread: bool = False  # that line could not be read
 
     @property
     def awaits_storage(self) -> bool:
@@ -99,12 +101,25 @@ class Committer:
         """How far the run is by now. Steps that cannot be recorded count no more than those that were never run."""
         if self.awaits_storage:
             return CommitLog(committed=self.committed)
-        return CommitLog(committed=self.committed, finished=tuple(one.collected for one in self._open))
+        finished = tuple(one.collected for one in self._open)
+        return CommitLog(committed=self.committed, finished=finished, recorded=self._recorded, unread=self._unread)
 
     @property
     def num_open(self) -> int:
         """Steps that are finished and not committed yet."""
         return len(self._open)
+
+    def first(self) -> Origin | None:
+        """The state that this controller goes on from; None: a new run. Where an error comes before it is known, `log`
+        says all that may count by then: with `snapshot.every` above 1 keepers may hold a later step that counts than
+        the last one that they know of."""
+        self.restart(self.state.standing.committed)
+        self._unread = True
+        self._recorded = self.listener.newest_line()
+        self._unread = False
+        origin = self.state.first(self._recorded)
+        self.restart(origin.step if origin is not None else -1)
+        return origin
 
     def add(self, done: CollectedStep) -> None:
         """All workers have finished this step."""
@@ -176,7 +191,7 @@ class Committer:
         left = [done.running.step for done in self.log.until(step)]
         assert not left, f"training cannot go on after step {step}: steps {left} are finished but not committed"
         self._open.clear()
-        self.committed = step
+        self.committed, self._recorded, self._unread = step, None, False
 
     def reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""

@@ -144,9 +144,7 @@ class Controller:
         return bool(self.lookout.stop)
 
     def _begin(self) -> None:
-        self.committer.restart(self.state.standing.committed)  # an error before `first` answers drops nothing
-        origin = self.state.first(self.committer.listener.newest_line())
-        self.committer.restart(origin.step if origin is not None else -1)
+        origin = self.committer.first()
         self._look()  # workers start while the data is opened
         accounting = self._open_data(waits=origin is not None)
         first = self.committer.committed + 1

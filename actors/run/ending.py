@@ -110,8 +110,9 @@ class Ending:
             kill(self.monitor)
             return
         self.monitor.stopped.remote()
-        on_disk = self.committer.state.step_on_disk()
-        self.left = only_in_memory(self.committer.committed, on_disk, self._run_dir)
+        state, unread = self.committer.state, self.committer.log.unread
+        step = state.newest_in_memory(self.committer.committed)
+        self.left = only_in_memory(step, state.step_on_disk(), self._run_dir, unread=unread)
 
     @property
     def _run_dir(self) -> Path:

@@ -10,6 +10,7 @@ between two snapshots are held by the workers alone: they count as committed at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class CommitLog:
     # step and generation of the newest line of metrics, where keepers are asked how far the run is: a step counts with
     # its line, of which they hear after it, unless the controller dies between
     recorded: tuple[int, int] | None = None
+    unread: bool = False  # that line could not be read: any later state may count, too
 
     @property
     def newest(self) -> int:
@@ -36,13 +38,19 @@ class CommitLog:
         return steps[-1] if steps and steps[0] == self.committed + 1 else self.committed
 
     @property
-    def wanted(self) -> int:
+    def wanted(self) -> float:
         """The newest step whose state may be held: whoever has another one may not have heard of the one recorded."""
+        if self.unread:
+            return math.inf
         return self.newest if self.recorded is None else max(self.newest, self.recorded[0])
 
     def knows(self, held: HeldShard) -> bool:
         """Whether the step of a shard has a line of metrics, or the reports of which one is made."""
         return held.step <= self.newest or (held.step, held.generation) == self.recorded
+
+    def may_count(self, held: HeldShard) -> bool:
+        """Whether the step of a shard has a line of metrics, as far as is known."""
+        return self.unread or held.step <= self.committed or (held.step, held.generation) == self.recorded
 
     def until(self, step: int) -> tuple[CollectedStep, ...]:
         """Finished steps up to `step`, oldest first: safe as soon as the state after `step` is."""

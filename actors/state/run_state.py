@@ -49,7 +49,7 @@ from actors.state.checkpoint_files import (
 from actors.state.checkpoint_writer import Writer, root_of, step_of
 from actors.state.keeper import Process, Standing
 from actors.state.keeper_fleet import Base, Keepers
-from actors.state.recovery import CommitLog, KeeperInventory, Recovery, recovery_of
+from actors.state.recovery import CommitLog, KeeperInventory, Recovery, newest_whole, recovery_of
 from actors.state.snapshot_interval import SnapshotInterval
 from actors.state.survivors import handed_over
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
@@ -125,6 +125,7 @@ class RunState:
         self._withheld: dict[Path, OSError] = {}
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
+        self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
 
@@ -397,6 +398,8 @@ class RunState:
         """
         if self._silent:
             return -1
+        self._counted = math.inf
+        self._counted = self._counted_in_keepers(commits)
         recovery = self._find(commits)
         if world and recovery.step < commits.newest:  # they may be slow to answer
             self.take_over(world, commits.newest)
@@ -412,19 +415,37 @@ class RunState:
         self.writer.seal_last()
 
     def free_memory(self, committed: int) -> bool:
-        """End the keepers. False when a committed step is held nowhere else: then they stay."""
+        """End the keepers. False when a committed step is held nowhere else, also one that `committed` does not know
+        of: then they stay, and `newest_in_memory` says which it is."""
         if self._silent:
             log.error("the keepers stay: %s may hold the newest state", ", ".join(self._silent))
             return False
-        if self.step_on_disk() < committed:
-            log.error(
-                "step %d is not on disk; the keepers stay, and --resume on this cluster continues from them", committed
-            )
+        counted = max(committed, self._counted)
+        if self.step_on_disk() < counted:
+            step = f"step {counted}" if counted < math.inf else "what they hold"
+            log.error("%s is not on disk; the keepers stay, and --resume on this cluster continues from them", step)
             return False
         self.keepers.close()
         return True
 
+    def newest_in_memory(self, committed: int) -> int:
+        """After `free_memory(committed)` has said no: the newest step that counts, as far as is known."""
+        return committed if self._counted == math.inf else int(max(committed, self._counted))
+
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _counted_in_keepers(self, commits: CommitLog) -> int:
+        """The newest step that may count and that keepers hold whole, though they were not told; -1: none. Storage is
+        not asked: it may be what has ended the run."""
+        if commits.recorded is None and not commits.unread:
+            return -1
+
+        def newest(inventories: Sequence[KeeperInventory]) -> int:
+            found = newest_whole(held for one in inventories for held in one.shards if commits.may_count(held))
+            return found[0] if found is not None else -1
+
+        patience_s = self._config.snapshot.patience_s
+        return newest(self.keepers.inventories(patience_s, lambda found: newest(found) >= commits.wanted))
 
     @cached_property
     def _parameters(self) -> list[ParameterMeta]:

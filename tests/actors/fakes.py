@@ -142,8 +142,9 @@ class KeepersHere:
 class Writing:
     """Stands for the writer of checkpoints; `write` puts one on disk."""
 
-    def __init__(self, write: Callable[[int], Any] = lambda step: None) -> None:
-        self._write, self.saved = write, []  # type: ignore[var-annotated]
+    def __init__(self, write: Callable[[int], Any] = lambda step: None, *, writes: bool = True) -> None:
+        """Without `writes` keepers lose their state before it is written."""
+        self._write, self._writes, self.saved = write, writes, []  # type: ignore[var-annotated]
 
     @property
     def steps(self) -> list[int]:
@@ -155,7 +156,7 @@ class Writing:
     def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> bool:
         self.saved.append(origin.step)
         self._write(origin.step)
-        return True
+        return self._writes
 
     def seal_last(self) -> None: ...
     def poll(self) -> None: ...
@@ -240,6 +241,9 @@ class StateHere:
     def free_memory(self, committed: int) -> bool:
         self.asked.append("free_memory")
         return self._frees
+
+    def newest_in_memory(self, committed: int) -> int:
+        return committed
 
 
 class SourceHere:

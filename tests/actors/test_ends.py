@@ -31,11 +31,13 @@ from tests.actors.fakes import (
     Listening,
     SourceHere,
     StateHere,
+    Writing,
     config_of,
     controller_of,
     pool_here,
     state_of,
 )
+from tests.actors.state.test_run_state import write_checkpoint
 from tests.families.kit import MODEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -297,15 +299,19 @@ def test_every_error_but_those_that_another_controller_answers_keeps_the_last_st
     assert source.closed and planner.closed, "what cannot be ended does not keep the others"  # type: ignore[attr-defined]
 
 
+class Unread(Listening):
+    def newest_line(self) -> tuple[int, int] | None:
+        raise OSError(errno.EIO, "Input/output error", "metrics.jsonl")
+
+
+def shard_of(step: int) -> HeldShard:
+    return HeldShard(step=step, generation=3, lo=0, hi=10, total=10, num_bytes=160)
+
+
 def test_an_error_before_a_controller_knows_how_far_the_run_is_keeps_what_its_keepers_hold(tmp_path: Path) -> None:
     """The file server did not answer when the newest line of metrics was read, and the keepers were ended."""
 
-    class Unread(Listening):
-        def newest_line(self) -> tuple[int, int] | None:
-            raise OSError(errno.EIO, "Input/output error", "metrics.jsonl")
-
-    held = HeldShard(step=450, generation=3, lo=0, hi=10, total=10, num_bytes=160)
-    keepers = KeepersHere(Standing(committed=450, generation=3), a=[held])
+    keepers = KeepersHere(Standing(committed=450, generation=3), a=[shard_of(450)])
     state = state_of(tmp_path, keepers=keepers, model=MODEL)
     made = controller_of(state, events=Events(Unread()))
     with pytest.raises(OSError, match="Input/output error"):
@@ -314,14 +320,83 @@ def test_an_error_before_a_controller_knows_how_far_the_run_is_keeps_what_its_ke
     assert "451 steps are committed, no checkpoint is on disk" in made.left, "the writer here writes nothing"
 
 
+class Until137(Listening):
+    def newest_line(self) -> tuple[int, int] | None:
+        return 137, 3
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_an_error_before_the_first_state_is_chosen_does_not_drop_a_step_that_counts_and_was_not_told_to_keepers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """With snapshot.every: 50 workers handed over step 137 at a clean end. Storage had no answer for the next start and
+    had one a moment later: the run was 37 steps shorter."""
+    write_checkpoint(tmp_path, 100, {})
+    keepers = KeepersHere(Standing(committed=100, generation=3), a=[shard_of(100), shard_of(137)])
+    writer = Writing(lambda step: writes and write_checkpoint(tmp_path, step, {}), writes=writes)
+    state = state_of(tmp_path, keepers=keepers, writer=writer, model=MODEL)
+    monkeypatch.setattr(state, "first", unanswered)
+    made = controller_of(state, config=config_of(tmp_path), events=Events(Until137()))
+    with pytest.raises(OSError, match="Transport endpoint"):
+        made.train()
+    assert writer.saved == [137] and (("close",) in keepers.told) == writes
+    assert ("138 steps are committed, on disk is the checkpoint after 101 steps" in made.left) == (not writes)
+
+
+def unanswered(recorded: tuple[int, int] | None) -> None:
+    raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", "checkpoints")
+
+
+def test_without_the_newest_line_of_metrics_keepers_stay_as_long_as_they_hold_more_than_the_disk(
+    tmp_path: Path,
+) -> None:
+    write_checkpoint(tmp_path, 100, {})
+    for steps, stays in (((100, 137), True), ((100,), False)):
+        keepers = KeepersHere(Standing(committed=100, generation=3), a=[shard_of(step) for step in steps])
+        state = state_of(tmp_path, keepers=keepers, model=MODEL)
+        made = controller_of(state, config=config_of(tmp_path), events=Events(Unread()))
+        with pytest.raises(OSError, match="Input/output error"):
+            made.train()
+        assert state.writer.saved == [100] and (("close",) in keepers.told) == (not stays)  # type: ignore[attr-defined]
+        assert made.left.startswith("up to 138 steps are committed") == stays
+
+
+@pytest.mark.parametrize(
+    ("told", "on_disk", "newest"), [(399, 399, 499), (-1, None, 99), (399, 399, 400), (-1, None, 0)]
+)
+def test_a_newest_step_that_could_not_be_written_without_a_controller_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: int, on_disk: int | None, newest: int
+) -> None:
+    """Keepers had heard of the step before, which is on disk, and were ended: "its last committed step is on disk"."""
+    if on_disk is not None:
+        write_checkpoint(tmp_path, on_disk, {})
+    keepers = KeepersHere(
+        Standing(committed=told, generation=3), a=[shard_of(step) for step in (told, newest) if step >= 0]
+    )
+    state = state_of(tmp_path, keepers=keepers, writer=Writing(writes=False), model=MODEL)
+    monkeypatch.setattr("actors.run.rescue.assemble_state", lambda *parts: state)
+    left = rescue(config_of(tmp_path, model=MODEL), (newest, 3))
+    assert ("close",) not in keepers.told and left.startswith(f"{newest + 1} steps are committed")
+
+
+def test_what_keepers_hold_stays_where_storage_does_not_answer_without_a_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keepers = KeepersHere(a=[shard_of(99)])
+    state = state_of(tmp_path, keepers=keepers, model=MODEL)
+    monkeypatch.setattr("actors.run.rescue.assemble_state", lambda *parts: state)
+    monkeypatch.setattr(state, "on_disk", lambda: unanswered(None))
+    left = rescue(config_of(tmp_path, model=MODEL), (99, 3))
+    assert ("close",) not in keepers.told and left.startswith("100 steps are committed")
+
+
 @pytest.mark.parametrize(("recorded", "saved"), [(None, 100), ((137, 3), 137), ((137, 4), 100)])
 def test_what_is_left_of_a_run_without_a_controller_goes_on_from_its_newest_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: tuple[int, int] | None, saved: int
 ) -> None:
     """With snapshot.every: 50 step 100 was the last snapshot, and at a clean end workers handed over that of step 137,
     of which keepers have heard no commit."""
-    shards = [HeldShard(step=step, generation=3, lo=0, hi=10, total=10, num_bytes=160) for step in (100, 137)]
-    keepers = KeepersHere(Standing(committed=100, generation=3), a=shards)
+    keepers = KeepersHere(Standing(committed=100, generation=3), a=[shard_of(100), shard_of(137)])
     state = state_of(tmp_path, keepers=keepers, model=MODEL)
     monkeypatch.setattr("actors.run.rescue.assemble_state", lambda *parts: state)
     left = rescue(config_of(tmp_path, model=MODEL), recorded)
