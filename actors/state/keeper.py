@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -109,6 +109,7 @@ class Keeper:
         self._members: tuple[Process, ...] = ()  # workers of this node in the generation, by seat
         self._refused = ""  # why the generation could not begin here
         self._trimming: threading.Thread | None = None
+        self._told_long = False  # of a position of the data that is too long
         self._to_trim = False  # ranges have changed, or a bank more than those that take turns was in use
 
     # -- a generation --------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Keeper:
                     break
                 self._book, self._members = book, members
                 self._lend(memory)
-                memory.index = described(self._own, book, members)
+                self._leave()
                 log.warning("the memory of this node was taken over, with %d shards", len(self.inventory()))
                 break
             return self._memory is not None
@@ -339,8 +340,20 @@ class Keeper:
     def _note(self) -> None:
         """Leave what is known now to whoever comes after this process, then let workers see what follows for them."""
         if self._memory is not None:
-            self._memory.index = described(self._own, self._book, self._members)
+            self._leave()
             self._memory.order = self._book.order
+
+    def _leave(self) -> None:
+        """A position of the data that is too long is left out, as whoever comes after can do without: workers wait for
+        what a commit says after this."""
+        assert self._memory is not None
+        try:
+            self._memory.index = described(self._own, self._book, self._members)
+        except ValueError as error:
+            if not self._told_long:
+                log.warning("the position of the data is not left to another keeper: %s", error)
+            self._told_long = True
+            self._memory.index = described(self._own, replace(self._book, position=None), self._members)
 
     def _is_over(self, snapshot: Snapshot) -> bool:
         book = self._book

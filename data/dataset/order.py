@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -37,6 +39,7 @@ from data.dataset.source_rows import SourceRows
 from data.errors import DataError
 from data.types import Bucket
 
+LATER_SIZES = 8  # decisions for later steps that a token has; a run makes one or two ahead
 MARKS_KEPT = 32  # of a position: a token is restored in a second
 START, DROP, PICK, BUCKET = 0, 1, 2, 16  # what a sample's random numbers are used for; bucket draws count up from 16
 
@@ -93,12 +96,19 @@ class SampleOrder:
 
     def sizes(self, state: OrderState) -> Mapping[Bucket, int]:
         """Clips per batch of every bucket of the state's stage, at its step."""
-        stage, before = self.stages[state.stage], sum(one.from_step <= state.step for one in self.resized)
+        before = bisect_right(self.resized, state.step, key=_from_step)
         if (state.stage, before) not in self._sizes:
-            mine = [one for one in self.resized[:before] if self._stage_of(one.from_step) == state.stage]
-            latest = mine[-1].sizes if mine else {}
-            self._sizes[state.stage, before] = {b: latest.get(b, size) for b, size in stage.batch.items()}
+            latest, stage = self._latest(state.stage, before), self.stages[state.stage]
+            decided = latest.sizes if latest is not None else {}
+            self._sizes[state.stage, before] = {b: decided.get(b, size) for b, size in stage.batch.items()}
         return self._sizes[state.stage, before]
+
+    def _latest(self, stage: int, before: int) -> BatchSizes | None:
+        """The newest of the first `before` decisions that holds in this stage."""
+        for one in reversed(self.resized[:before]):
+            if (its := self._stage_of(one.from_step)) <= stage:
+                return one if its == stage else None
+        return None
 
     def _stage_of(self, step: int) -> int:
         ends = (number for number, stage in enumerate(self.stages) if not stage.until_step or step < stage.until_step)
@@ -115,7 +125,8 @@ class SampleOrder:
     def advance(self, state: OrderState) -> list[BatchDraw]:
         """The micro-batches of `state.step`; moves the state to the next step."""
         self._enter_stage(state)
-        if any(one.from_step == state.step for one in self.resized):
+        at = bisect_left(self.resized, state.step, key=_from_step)
+        if at < len(self.resized) and self.resized[at].from_step == state.step:
             self._regroup(state, self.stages[state.stage])
         stage = self.stages[state.stage]
         while len(state.ready) < stage.items_per_step:
@@ -232,7 +243,7 @@ class SampleOrder:
         )
 
     def token(self, state: OrderState) -> DataToken:
-        """The position as JSON of a few kB, however many rows wait."""
+        """The position as JSON of a few kB, however many rows wait and however often sizes were decided."""
         token: DataToken = {
             "v": TOKEN_VERSION,
             "step": state.step,
@@ -242,9 +253,16 @@ class SampleOrder:
             "plan": self.parts(state.stage),
             **body_of(state, self._buckets(state.stage)),
         }
-        if self.resized:
-            token["resized"] = [one.to_json() for one in self.resized]
+        if needed := self._needed(state):
+            token["resized"] = [one.to_json() for one in needed]
         return token
+
+    def _needed(self, state: OrderState) -> list[BatchSizes]:
+        """Decisions on which the batches of a position's future depend: what holds at it, and the next ones. A run
+        that has gone back may know many more, which its folder has."""
+        before = bisect_left(self.resized, state.step, key=_from_step)
+        latest = self._latest(state.stage, before)
+        return [*([latest] if latest is not None else []), *self.resized[before : before + LATER_SIZES]]
 
     def restore(self, token: DataToken) -> OrderState:
         """The state a token was made from. Raises DataError, naming what differs, when this is not its plan."""
@@ -279,6 +297,9 @@ class SampleOrder:
 
     def _buckets(self, stage: int) -> list[Bucket]:
         return sorted(self.stages[stage].batch)
+
+
+_from_step = attrgetter("from_step")  # of a decision
 
 
 def _ways_on(step: int, changed: Sequence[str]) -> str:

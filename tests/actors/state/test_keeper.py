@@ -318,6 +318,27 @@ def test_the_keeper_after_one_that_died_knows_as_much_and_nothing_was_copied(kee
     lends.close()
 
 
+def test_a_position_that_is_too_long_for_the_nodes_memory_holds_no_commit_up(keepers: Callable[..., Keeper]) -> None:
+    """Workers waited for an order that never came, and those of the next generation could not join."""
+    dead, position = begun(keepers()), {"resized": "x" * (1 << 20)}
+    worker = Writing(dead)
+    for step in range(2):
+        assert dead.put([worker.finish(step)])
+        dead.commit(1, step, position)
+        assert worker.memory.order.step == step
+    lends = Lending(worker.memory)
+    assert dead.standing().position == (1, position)
+    dead.begin(2, 1, 1, TOTAL, (HERE,))
+    again = Writing(dead, generation=2)
+    dead.close()
+    keeper = keepers()
+    assert keeper.adopt([lends.number]) and keeper.inventory() == dead.inventory()
+    assert (keeper.standing().committed, keeper.standing().position) == (1, None)
+    commits(keeper, [again], [2])
+    assert keeper.standing().position == (2, {"at": 2}) == known_by(worker.memory.index)[1].position
+    lends.close()
+
+
 def test_a_keeper_that_was_only_silent_is_ended_before_another_one_takes_its_memory(
     keepers: Callable[..., Keeper],
 ) -> None:

@@ -341,6 +341,26 @@ def test_decided_sizes_are_data_of_every_resume(codes: list[int], at: int, stop:
     assert run(old, old.restore(token), 30 - stop) == steps[stop:]
 
 
+def test_a_position_has_the_decisions_of_its_future_and_no_others() -> None:
+    """With all 1,000 of a long run it took half a megabyte, and soon more than a keeper can note."""
+    stages = [stage(until_step=500), stage()]
+    decisions = [BatchSizes(from_step=2 * n, sizes={SMALL: n % 3 + 1, LARGE: n % 4 + 1}) for n in range(3000)]
+    told = resized(SampleOrder([population([0, 1, 2] * 40)], stages, 3), *decisions)
+    state = told.start()
+    run(told, state, 490)
+    for _ in range(30):
+        token = json.loads(json.dumps(told.token(state)))
+        assert len(json.dumps(token)) < 4000
+        fresh = SampleOrder([population([0, 1, 2] * 40)], stages, 3)
+        assert run(fresh, fresh.restore(token), 9) == run(told, state.copy(), 9)
+        token["resized"] = [one.to_json() for one in decisions]  # as they were
+        old = SampleOrder([population([0, 1, 2] * 40)], stages, 3)
+        restored = old.restore(token)
+        assert old.token(restored) == json.loads(json.dumps(told.token(state)))
+        assert run(old, restored, 9) == run(told, state.copy(), 9)
+        run(told, state, 1)
+
+
 def test_no_row_is_lost_and_no_batch_is_larger_when_sizes_change() -> None:
     codes = [0, 1, 2] * 40
     plain = SampleOrder([population(codes)], [stage()], 3)
