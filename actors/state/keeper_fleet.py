@@ -4,7 +4,6 @@ others; they outlive the controller."""
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +88,8 @@ class Keepers:
         self._lenders = self._lenders if lenders is None else dict(lenders)
         alive = {node: memory for node, memory in alive_nodes().items() if memory >= needs_bytes}
         now = time.monotonic()
-        fit = {node: memory for node, memory in alive.items() if now - self._unfit.get(node, -math.inf) > _UNFIT_S}
+        self._unfit = {node: since for node, since in self._unfit.items() if now - since <= _UNFIT_S}
+        fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
         chosen = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._copies)
         fresh = [node for node in chosen if keeper_name(self._run, node) not in self._handles]
         for node in fresh:
@@ -156,6 +156,14 @@ class Keepers:
                 except ray.exceptions.RayError:  # the relay is gone, and which keepers it has told is not known
                     told.tell([name for name in names if name in self._handles])
         return sorted(self._unreached & self._handles.keys())
+
+    def rested(self) -> list[str]:
+        """Nodes that had no room for the state and may have some by now, while shards lack copies: `repair` finds out.
+        Never waits."""
+        if not self._unfit or all(len(names) >= self._copies for names in self._placed.values()):
+            return []
+        now = time.monotonic()
+        return sorted(node for node, since in self._unfit.items() if now - since > _UNFIT_S)
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0

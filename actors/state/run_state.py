@@ -333,9 +333,12 @@ class RunState:
             self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
 
     def lost_keepers(self) -> StuckCommit | None:
-        """Why keepers must be repaired although no commit waits for an answer: some are gone. None: all live."""
-        gone = self.keepers.gone()
-        return StuckCommit(why=f"{', '.join(gone)} is gone") if gone else None
+        """Why keepers must be repaired although no commit waits for an answer: some are gone, or a node that had no
+        room for copies may have some again. None: no reason."""
+        if gone := self.keepers.gone():
+            return StuckCommit(why=f"{', '.join(gone)} is gone")
+        rested = self.keepers.rested()
+        return StuckCommit(why=f"{', '.join(rested)} may have room again") if rested else None
 
     def repair_keepers(
         self, stuck: StuckCommit, world: Sequence[Seat], quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]

@@ -117,6 +117,9 @@ class KeepersHere:
     def gone(self) -> list[str]:
         return []
 
+    def rested(self) -> list[str]:
+        return []
+
     def prepare(self, nodes: Sequence[str], needs_bytes: int = 0, lenders: Any = None) -> list[str]:
         self.told.append(("prepare", tuple(nodes), lenders))
         return []

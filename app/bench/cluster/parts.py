@@ -199,6 +199,9 @@ class VirtualKeepers:
     def gone(self) -> list[str]:
         return []
 
+    def rested(self) -> list[str]:
+        return []
+
     def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: object = None) -> list[str]:
         keepers = {node: node for node in dict.fromkeys(worker_nodes)}
         self._keepers = {node: VirtualKeeper(node, host_of(node, self._hosts)) for node in keepers}

@@ -17,14 +17,16 @@ from actors.config import SnapshotConfig
 from actors.held_state import HeldShard, Snapshot
 from actors.letters import CommitCall
 from actors.names import keeper_name
-from actors.outcome import StopRun
+from actors.outcome import Events, StopRun
 from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
+from actors.run.committer import Committer
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base, Keepers, keeper_nodes
 from actors.state.recovery import CommitLog
 from actors.state.run_state import RunState, StuckCommit
+from actors.step import Seat
 from ops.shards import ShardState
 from tests.actors.fakes import Listening, Remote, collected, snapshot, state_of
 from tests.families.kit import MODEL
@@ -56,6 +58,8 @@ class Clock:
         return done, [reference for reference in references if reference not in done]
 
     def get(self, reference: Any, timeout: float) -> Any:
+        if isinstance(reference, list):
+            return [self.get(one, timeout) for one in reference]
         if isinstance(reference.value, Exception):
             raise reference.value
         return reference.value
@@ -340,6 +344,39 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
     clock.now += 301  # and what filled it may be gone
     keepers.prepare(["gpus"], needs_bytes=600)
     assert keepers._placed[0] == (keeper_name("run", "big"),)
+
+
+def test_a_node_that_had_no_room_gets_copies_again_without_a_change_of_the_pool(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was looked at with the next generation alone: in a calm run nothing was copied for good."""
+    cluster = Cluster(monkeypatch, clock, gpus=9e9, spare=8e9)
+    keepers, seats = Placed("run", SnapshotConfig()), [Seat(name="w0", node="gpus", handle=Remote())]  # type: ignore[arg-type]
+    keepers.prepare(["gpus"])
+    gpus, spare = cluster.newest("gpus"), cluster.newest("spare")
+    gpus.answers, spare.answers = [(0.0, Standing()), (0.0, ROOM)], [(0.0, Standing()), (0.0, ("spare", 10))]
+    state, listener = state_of(keepers=keepers, model=MODEL), Listening()
+    keepers.begin(base_of())
+    account = SimpleNamespace(records=lambda done: (SimpleNamespace(step=done.running.step), []))
+    source = SimpleNamespace(release=lambda step: None)
+    committer = Committer(state=state, account=account, listener=listener, events=Events(listener), source=source)  # type: ignore[arg-type]
+    committer.restart(6)
+
+    def commits(steps: range, seconds: float) -> list[int]:
+        """Steps that are held by the spare node, too."""
+        spare.told.clear()
+        for step in steps:
+            clock.now += seconds
+            committer.add(collected(step, 4, snapshot(step, generation=4)))
+            committer.settle(seats, quiet=True)
+            assert committer.committed == step
+        return [shard.step for name, *told in spare.told if name == "hold" for shard, _ in told[0]]
+
+    assert commits(range(7, 8), 1.0) == [7]
+    state.repair_keepers(StuckCommit(why="no room"), seats, True, committer.log, ())
+    assert commits(range(8, 16), 140.0) == [], "and after ten minutes it is still full"
+    spare.answers = [(0.0, ROOM)]
+    assert commits(range(16, 20), 140.0) == [17, 18, 19], "the one that counts by then, and those after it"
 
 
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:

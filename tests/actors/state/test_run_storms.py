@@ -131,6 +131,9 @@ class Fleet:
     def gone(self) -> list[str]:
         return []
 
+    def rested(self) -> list[str]:
+        return []
+
 
 def put(node: Node, snapshot: Snapshot, answer: Answer) -> None:
     answer.value = node.keeper.put([snapshot])
