@@ -21,7 +21,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import queue
 import shutil
 import threading
@@ -40,6 +39,7 @@ from data.config import CacheConfig, DataConfig
 from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.types import Bucket, Clip, DataItem, SampleRef
+from ops.listing import names_in
 from ops.passing import UNREACHABLE
 from ops.whole_file import whole_file, write_whole
 
@@ -185,7 +185,7 @@ class Cache:
         entries: list[str] = []
         bad: list[str] = []
         with ThreadPoolExecutor(_LISTERS) as listers:
-            for names in listers.map(_names_in, (self.root / kind / f"{number:02x}" for number in range(256))):
+            for names in listers.map(names_in, (self.root / kind / f"{number:02x}" for number in range(256))):
                 entries += [name[:-4] for name in names if name.endswith(".npy") and name[0] != "."]
                 bad += [name[: -len(_BAD)] for name in names if name.endswith(_BAD)]
         return Listing(entries=frozenset(entries), bad=frozenset(bad))
@@ -293,13 +293,6 @@ class CacheWriter:
             with self._lock:
                 self.counts["kept" if kept else "failed"] += 1
                 self._waiting -= num_bytes
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
 
 
 def _read(path: Path, rows: range | None = None, width: int = 0) -> np.ndarray:

@@ -523,8 +523,8 @@ def _glob(pattern: str) -> dict[str, FileStat | None]:
     names += ["*"] * (names[-1] == "**")
     if is_local(pattern):
         folder = Path(fixed)
-        found = [file for file in folder.glob("/".join(names)) if file.is_file()]
         names = [name for name in names if name not in ("", ".")]  # which a Path drops
+        found = retried(f"list {pattern}", lambda: list(_files_like(folder, names)))
         return dict.fromkeys(sorted(str(file) for file in found if _fits(file.relative_to(folder).parts, names)))
     files = _list_remote(fixed, recursive=len(names) > 1)
     return {file.uri: file for file in files if _fits(_below(fixed, file), names)}
@@ -542,6 +542,34 @@ def first_sign(path: str, signs: str = GLOB) -> int | None:
         if not (is_local(path) and os.path.exists(upto)):
             return sign.start()
     return None
+
+
+def _files_like(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """As `Path.glob`, which would give a part of them where storage does not list one of the folders: the others would
+    be a data set of their own. Folders that may not be read are passed over, as it does."""
+    if not names:
+        if folder.is_file():
+            yield folder
+        return
+    name, rest = names[0], names[1:]
+    if not any(sign in name for sign in "*?["):
+        yield from _files_like(folder / name, rest)
+        return
+    if name == "**":
+        yield from _files_like(folder, rest)
+    try:
+        with os.scandir(folder) as entries:
+            listed = list(entries)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    for entry in listed:
+        if name == "**":
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files_like(folder / entry.name, names)
+        elif rest and entry.is_file(follow_symlinks=False):
+            continue
+        elif fnmatch.fnmatchcase(entry.name, name):
+            yield from _files_like(folder / entry.name, rest)
 
 
 def _is_glob(pattern: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from actors.plan.types import Module
 from data.types import DataItem
+from ops.listing import paths_below
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, text_parts
@@ -104,7 +105,7 @@ def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
     """Every file of these folders: small ones by content, weights by size and time."""
     found = []
     for folder in dict.fromkeys(folders):
-        for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+        for file in sorted(f for f in paths_below(folder) if f.is_file()):
             stat = file.stat()
             small = stat.st_size <= _READ_BELOW_BYTES
             mark = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if small else str(stat.st_mtime_ns)

@@ -26,6 +26,7 @@ from actors.pool.room import Need, nodes_with_room, where
 from actors.ray_calls import get, kill, node_id, node_of_process, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
+from ops.listing import paths_below
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -274,5 +275,5 @@ def weights_bytes(model: ModelConfig) -> int:
     """Size of the weight files in the model's local folders, each counted once; 0 for models that are built here."""
     image = model.image.path if model.image else None
     folders = {Path(path).expanduser() for path in (model.dit.path, model.vae.path, model.text.path, image) if path}
-    files = {file for folder in folders for suffix in _WEIGHT_FILES for file in folder.rglob(f"*{suffix}")}
+    files = {file for folder in folders for file in paths_below(folder) if file.name.endswith(_WEIGHT_FILES)}
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -25,11 +25,13 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from ops.listing import names_in
 from ops.models.config import ModelConfig
 from ops.passing import UNREACHABLE
 from ops.shards import Distance, ShardState, Slot, cut, missing
@@ -216,11 +218,10 @@ def latest(root: Path) -> Path | None:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """All checkpoints below `root`, whole or not, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step_of)
+    """All checkpoints below `root`, whole or not, oldest first. Raises what keeps storage from listing them: a run that
+    took it for none would begin anew."""
+    names = [name.removeprefix("step-") for name in names_in(root) if name.startswith("step-")]
+    return [root / f"step-{step}" for step in sorted(filter(str.isdigit, names), key=int)]
 
 
 def complete(root: Path) -> list[Path]:
@@ -343,7 +344,7 @@ def _shard_name(lo: int, hi: int) -> str:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("shard-*.safetensors"))
+    return sorted(name for name in names_in(folder) if fnmatchcase(name, "shard-*.safetensors"))
 
 
 def _step_of(folder: Path) -> int:

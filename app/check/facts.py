@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ops.environment import software
+from ops.listing import paths_below
 
 _PRODUCTS_S = 1.0  # of bf16 products on each GPU
 _TALK_S = 60.0  # that members of a sum wait for each other
@@ -105,7 +106,7 @@ def hidden(paths: RunPaths) -> dict[str, str]:
 
 def digest_of(folder: str) -> str:
     """Names and sizes of all files below a folder."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    files = sorted(path for path in paths_below(Path(folder)) if path.is_file())
     told = "\n".join(f"{path.relative_to(folder)} {path.stat().st_size}" for path in files)
     return blake2b(told.encode(), digest_size=4).hexdigest()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.settings.config import RunConfig
+from ops.listing import paths_below
 from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
@@ -296,7 +297,7 @@ def link_tree(source: Path, target: Path) -> str:
     Links of a download cache are followed first: a hard link to a symbolic link would dangle when the cache moves.
     """
     how = "hard-linked"
-    for path in sorted(source.rglob("*")):
+    for path in sorted(paths_below(source)):
         place = target / path.relative_to(source)
         if path.is_dir():
             place.mkdir(parents=True, exist_ok=True)

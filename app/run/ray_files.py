@@ -7,6 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from ops.listing import names_in
 from ops.typed import ConfigError
 
 _NO_SESSIONS = ("ray_current_cluster", "prom_metrics_service_discovery.json")
@@ -15,9 +16,9 @@ _NO_SESSIONS = ("ray_current_cluster", "prom_metrics_service_discovery.json")
 def check_no_sessions(folder: Path) -> None:
     """Called before Ray starts with this folder as its `--temp-dir`. Raises ConfigError where it has sessions of Ray
     already: their processes may live, and `remove_ray_files` cannot tell them from its own."""
-    if found := sorted(folder.glob("session_*")):
+    if found := sorted(name for name in names_in(folder) if name.startswith("session_")):
         raise ConfigError(
-            f"--temp-dir {folder} has files of another Ray ({found[0].name}), and those of this one are removed at its "
+            f"--temp-dir {folder} has files of another Ray ({found[0]}), and those of this one are removed at its "
             f"end; give a folder of its own, or remove that one if no Ray on this machine uses it."
         )
 

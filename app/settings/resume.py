@@ -16,10 +16,12 @@ from typing import Literal
 
 import yaml
 
+from actors.state.checkpoint_files import COMPLETE, step_folders
 from app.settings.config import RunConfig
 from app.settings.run_folder import CONFIG, run_dir
 from data.config import SourceConfig
 from ops.counted import counted, first_of
+from ops.listing import paths_below
 from ops.models.folders import resolve
 from ops.typed import ConfigError, as_plain
 
@@ -281,7 +283,7 @@ def _same_files(old: object, new: object) -> bool:
 
 
 def _contents(folder: Path) -> dict[str, bytes | int]:
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    files = [path for path in paths_below(folder) if path.is_file()]
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".json" else path.stat().st_size
         for path in files
@@ -312,8 +314,8 @@ def _value(tree: SettingsTree, *names: str) -> object:
 def _trained(folder: Path, chosen: Path | None = None) -> tuple[SettingsTree | None, str, Path | None]:
     """The settings of the state that a resume would continue, where they are written, and the checkpoint that holds
     it, which may be `chosen`; None if nothing was trained."""
-    found = (folder / "checkpoints").glob("step-*/COMPLETE") if chosen is None else [chosen / "COMPLETE"]
-    checkpoints = sorted(found, key=lambda path: -_step(path.parent))
+    found = [chosen] if chosen is not None else step_folders(folder / "checkpoints")
+    checkpoints = [marker for marker in (one / COMPLETE for one in reversed(found)) if marker.is_file()]
     for marker in checkpoints:
         try:
             meta = json.loads((marker.parent / "meta.json").read_bytes())

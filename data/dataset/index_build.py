@@ -42,6 +42,7 @@ from data.readers.part import (
 )
 from data.readers.registry import reader_of, with_kind
 from ops.counted import counted
+from ops.listing import names_in
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None
 def _states_in(folder: Path) -> dict[str, list[Path]]:
     """Files of each part by the stem of its first one: how it was at several times."""
     states: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob("*.parquet")):
+    for file in sorted(folder / name for name in names_in(folder) if name.endswith(".parquet")):
         states.setdefault(_first_name(file), []).append(file)
     return states
 

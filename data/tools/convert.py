@@ -29,6 +29,7 @@ from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason
 from data.storage import ByteRange, ReadFile, read_range
 from data.types import Bucket, DecodeJob
+from ops.listing import names_in
 
 TIME_SLACK_SECONDS = 1e-3
 PARTIAL = ".partial"
@@ -73,7 +74,7 @@ def convert(
 
 def check_out(folder: Path) -> None:
     """Raises ValueError where shards cannot be written to this folder, which need not exist, or are there."""
-    if any(folder.glob("*.tar")):
+    if any(name.endswith(".tar") for name in names_in(folder)):
         raise ValueError(f"{folder} already holds shards. Name an empty folder.")
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,30 @@ def test_a_run_whose_checkpoints_storage_does_not_give_does_not_begin_anew(
 ) -> None:
     withhold(monkeypatch, write_checkpoint(tmp_path, 9, {}))
     with pytest.raises(OSError, match="Input/output error"):
+        state_of(tmp_path).first()
+
+
+def test_a_run_whose_checkpoints_storage_does_not_list_does_not_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from step 0, and cut its metrics there."""
+    write_checkpoint(tmp_path, 9, {})
+    now, listed = [0.0], os.listdir
+
+    def given(folder: Any) -> list[str]:
+        if Path(folder) == root_of(tmp_path) and now[0] < until:
+            raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))  # as since Python 3.13
+    monkeypatch.setattr(os, "listdir", given)
+    until = 20.0
+    origin = state_of(tmp_path).first()
+    assert origin is not None and origin.step == 9
+    until = 1e9
+    with pytest.raises(OSError, match="Stale file handle"):
         state_of(tmp_path).first()
 
 

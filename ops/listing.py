@@ -1,0 +1,34 @@
+"""What folders hold, or the error that keeps storage from saying it.
+
+Since Python 3.13 `Path.glob` and `rglob` give nothing where a folder cannot be listed, whatever keeps it from that: a
+file server that does not answer for a moment looks like one that holds nothing. Where that makes a difference, these
+are used.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_NOTHING = (FileNotFoundError, NotADirectoryError)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of what is in a folder, hidden ones too, in no order; none without a folder. Raises any other OSError."""
+    try:
+        return os.listdir(folder)
+    except _NOTHING:
+        return []
+
+
+def paths_below(folder: Path) -> list[Path]:
+    """What is in a folder and in those below it, in no order. Links to folders are not followed, and folders that may
+    not be read are passed over. Raises any other OSError."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, (*_NOTHING, PermissionError)):
+            raise error
+
+    return [
+        Path(place, name) for place, folders, files in os.walk(folder, onerror=refuse) for name in (*folders, *files)
+    ]
