@@ -121,8 +121,9 @@ class RunState:
             setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
         )
         self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
-        # Checkpoints that storage has not given for long, and why.
+        # Checkpoints that storage has not given for long, and why; of some it has not given the bytes.
         self._withheld: dict[Path, OSError] = {}
+        self._unread: set[Path] = set()
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
@@ -233,10 +234,11 @@ class RunState:
 
     def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
         """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
-        Raises what keeps storage from saying which there are."""
+        Raises what keeps storage from saying which there are. One whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
         folders = _answer(lambda: step_folders(root_of(self._run_dir)), deadline)
         self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
+        self._unread &= self._withheld.keys()
         for folder in reversed(folders):
             usable = step_of(folder) <= until and not self._verdicts.get(_stamp(folder))
             if usable and self._is_whole(folder, deadline):
@@ -246,16 +248,24 @@ class RunState:
     def _is_whole(self, folder: Path, deadline: float) -> bool:
         """Whether a checkpoint is complete. One that storage does not give until `deadline` is passed over, and asked
         for once by each later call, until it is there again."""
+
+        def ask() -> bool:
+            return is_complete(folder) and not (folder in self._unread and self._what_is_wrong(folder))
+
         try:
-            whole = _answer(lambda: is_complete(folder), -math.inf if folder in self._withheld else deadline)
+            whole = _answer(ask, -math.inf if folder in self._withheld else deadline)
         except OSError as error:
-            if folder not in self._withheld:
-                log.warning("%s is passed over: %s", folder, error)
-                self._tell(CheckpointPassedOver(folder=folder.name, why=f"storage does not give it: {error}"))
-            self._withheld[folder] = error
+            self._pass_over(folder, error)
             return False
         self._withheld.pop(folder, None)
+        self._unread.discard(folder)
         return whole
+
+    def _pass_over(self, folder: Path, error: OSError) -> None:
+        if folder not in self._withheld:
+            log.warning("%s is passed over: %s", folder, error)
+            self._tell(CheckpointPassedOver(folder=folder.name, why=f"storage does not give it: {error}"))
+        self._withheld[folder] = error
 
     def step_on_disk(self) -> int:
         """The step of the newest complete checkpoint; -1 without one, or while storage does not say."""
@@ -267,13 +277,23 @@ class RunState:
         return found[0] if found is not None else -1
 
     def _is_damaged(self, folder: Path) -> bool:
-        """Reads it, once per checkpoint."""
+        """Reads it, once per checkpoint. One whose bytes storage does not give for long is passed over as well, until
+        they are there again: it may be all that the run has."""
+        try:
+            return bool(_answer(lambda: self._what_is_wrong(folder)))
+        except OSError as error:
+            self._pass_over(folder, error)
+            self._unread.add(folder)
+            return True
+
+    def _what_is_wrong(self, folder: Path) -> str:
+        """With the bytes of a complete checkpoint, or nothing. Raises what keeps storage from giving them."""
         if (stamp := _stamp(folder)) not in self._verdicts:
-            self._verdicts[stamp] = why = _damage(folder)
+            self._verdicts[stamp] = why = damage(folder)
             if why:
                 log.warning("%s is passed over: %s", folder, why)
                 self._tell(CheckpointDamaged(folder=folder.name, why=why))
-        return bool(self._verdicts[stamp])
+        return self._verdicts[stamp]
 
     def _tell_torn(self) -> None:
         """Says why another than the newest checkpoint is used."""
@@ -525,14 +545,6 @@ def _answer(question: Callable[[], T], deadline: float | None = None) -> T:
                 raise
             log.warning("checkpoints are looked at once more: %s", error)
             time.sleep(_AGAIN_S)
-
-
-def _damage(folder: Path) -> str:
-    """What is wrong with a complete checkpoint, or nothing. What cannot be read for long is as good as lost."""
-    try:
-        return _answer(lambda: damage(folder))
-    except OSError as error:
-        return str(error)
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:

@@ -85,25 +85,62 @@ def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "step", "told"), [(1, 399, []), (1e9, 299, [CheckpointDamaged])], ids=["for a moment", "for good"]
+    ("seconds", "step", "told"), [(1, 399, []), (1e9, 299, [CheckpointPassedOver])], ids=["for a moment", "for long"]
 )
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, step: int, told: list[type]
 ) -> None:
     write_checkpoint(tmp_path, 299, {})
-    newest, now = write_checkpoint(tmp_path, 399, {}), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    read = checkpoint._as_it_is
+    now = keep_bytes(monkeypatch, write_checkpoint(tmp_path, 399, {}), seconds)
+    state = state_of(tmp_path, listener=(listener := Listening()))
+    origin = state.first()
+    assert origin is not None and origin.step == step and listener.kinds == told and now[0] < 100
+    waited = now[0]
+    assert state.step_on_disk() == step and now[0] == waited, "it is waited for once"
+    monkeypatch.undo()
+    assert state.step_on_disk() == 399
+
+
+def test_a_run_whose_only_checkpoint_cannot_be_read_for_long_does_not_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is whole, by its names and sizes: it counted as damaged, for as long as the process lived."""
+    keep_bytes(monkeypatch, only := write_checkpoint(tmp_path, 399, {}))
+    state = state_of(tmp_path, listener=(listener := Listening()))
+    with pytest.raises(OSError, match="Stale file handle"):
+        state.first()
+    assert listener.kinds == [CheckpointPassedOver] and state.on_disk() is None
+    monkeypatch.undo()
+    assert state.on_disk() == (399, only) and state.recover(CommitLog(committed=399)).step == 399
+
+
+def test_what_storage_gives_again_and_is_damaged_is_no_state_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 299, {})
+    keep_bytes(monkeypatch, newest := write_checkpoint(tmp_path, 399, {}))
+    state = state_of(tmp_path, listener=(listener := Listening()))
+    state.first()
+    monkeypatch.undo()
+    (shard,) = newest.glob("shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert state.step_on_disk() == 299 and listener.kinds == [CheckpointPassedOver, CheckpointDamaged]
+
+
+def keep_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path, until: float = math.inf) -> list[float]:
+    """Storage says which files of this checkpoint there are, and not what is in them; returns a clock that runs while
+    it is waited for."""
+    now, read = [0.0], checkpoint._as_it_is
 
     def stale(path: Path) -> checkpoint.File:
-        if path.parent == newest and now[0] < seconds:
+        if path.parent == folder and now[0] < until:
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return read(path)
 
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr(checkpoint, "_as_it_is", stale)
-    origin = state_of(tmp_path, listener=(listener := Listening())).first()
-    assert origin is not None and origin.step == step and listener.kinds == told and now[0] < 100
+    return now
 
 
 def test_a_checkpoint_that_becomes_whole_while_an_older_one_is_read_is_the_one_to_go_on_from(
