@@ -68,6 +68,7 @@ _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
 _STORAGE_S = 60.0  # for storage to answer again, before what it does not give counts as lost
 _AGAIN_S = 1.0  # until it is asked again
+_NOT_GIVEN = "its newest checkpoint, which storage does not give now"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
 _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
@@ -136,7 +137,9 @@ class RunState:
         if not self._silent:
             self._first = self._find(CommitLog(committed=self.standing.committed, recorded=recorded)).origin
             self._tell_torn()
-        self._refuse_to_guess(self._first.step if self._first is not None else -1, self.standing.committed)
+        if self._silent:
+            where = _named(self._first.step) if self._first is not None else self._where_without_keepers()
+            self._refuse_to_guess(where, self.standing.committed)
         return self._first
 
     def _find(self, commits: CommitLog) -> Recovery:
@@ -161,12 +164,22 @@ class RunState:
         patience_s = self._config.snapshot.patience_s
         return decide(self.keepers.inventories(patience_s, lambda found: decide(found).step >= commits.wanted))
 
-    def _refuse_to_guess(self, step: int, last_step: int) -> None:
-        """Going on from `step` would drop what a keeper holds that lives and has not answered: a person decides."""
+    def _where_without_keepers(self) -> str:
+        """Where the run would go on if none held anything."""
+        try:
+            found = self.on_disk()
+        except OSError as error:
+            log.warning("which checkpoints are on disk is not known: %s", error)
+            return _NOT_GIVEN
+        if found is None and self._withheld:
+            return _NOT_GIVEN
+        return _named(found[0] if found is not None else -1)
+
+    def _refuse_to_guess(self, where: str, last_step: int) -> None:
+        """Going on from there would drop what a keeper holds that lives and has not answered: a person decides."""
         if not self._silent:
             return
         names, patience = ", ".join(self._silent), self._config.snapshot.patience_s
-        where = f"step {step}" if step >= 0 else "the start"
         reason = (
             f"{names} may hold the newest state and has not answered for {patience:g} s (snapshot.patience_s). Nothing "
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
@@ -180,7 +193,7 @@ class RunState:
             return Recovery(origin=self._first)
         recovery = self._find(commits)
         if recovery.lost_steps:
-            self._refuse_to_guess(recovery.step, commits.committed)
+            self._refuse_to_guess(_named(recovery.step), commits.committed)
             where = recovery.origin.checkpoint if recovery.origin is not None else "the start"
             self._tell(StepsLost(to_step=recovery.step, lost_steps=recovery.lost_steps))
             log.warning(
@@ -531,6 +544,10 @@ class RunState:
                     ", lower snapshot.copies, or set snapshot.enabled: false" if enabled else "",
                 )
                 self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20, enabled=enabled))
+
+
+def _named(step: int) -> str:
+    return f"step {step}" if step >= 0 else "the start"
 
 
 def _answer(question: Callable[[], T], deadline: float | None = None) -> T:

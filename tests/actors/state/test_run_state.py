@@ -18,6 +18,7 @@ import ray
 from actors.config import SnapshotConfig
 from actors.held_state import HeldShard, Origin
 from actors.messages import Handover, WorkerInfo
+from actors.outcome import StopRun
 from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
@@ -289,6 +290,42 @@ def test_a_generation_that_goes_on_from_keepers_has_its_state_copied_before_the_
     off = state_of(model=MODEL, snapshot=SnapshotConfig(enabled=False))
     off.open(origin, 5, [info("w0", "a", 1)])
     assert not off.is_exported(8)
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "where"),
+    [
+        ((), True, "the start"),
+        ((299, 399), True, "step 399"),
+        ((399,), False, "its newest checkpoint, which storage does not give now"),
+    ],
+    ids=["no checkpoint", "checkpoints", "withheld"],
+)
+def test_whoever_may_end_a_silent_keeper_is_told_where_the_run_then_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], given: bool, where: str
+) -> None:
+    """It was "from the start" although there was a checkpoint."""
+    for step in steps:
+        folder = write_checkpoint(tmp_path, step, {})
+        if not given:
+            withhold(monkeypatch, folder)
+    keepers = KeepersHere(Standing(committed=450))
+    keepers.silent = ("b",)
+    with pytest.raises(StopRun, match=rf"b may hold the newest state.* the run continues from {where}$"):
+        state_of(tmp_path, keepers=keepers).first()
+
+
+def test_whoever_may_end_a_silent_keeper_is_not_told_of_a_start_where_nothing_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_listed(root: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(root))
+
+    monkeypatch.setattr("actors.state.run_state.step_folders", not_listed)
+    keepers = KeepersHere(Standing(committed=450))
+    keepers.silent = ("b",)
+    with pytest.raises(StopRun, match=r"from its newest checkpoint, which storage does not give now$"):
+        state_of(tmp_path, keepers=keepers).first()
 
 
 class SlowKeepers(KeepersHere):
