@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -189,7 +188,7 @@ class CheckpointConfig:
 
     every: int = 100  # steps from one checkpoint to the next; 0: only at the end
     keep_last: int = 3  # older ones are deleted; 0: all are kept
-    keep_every: int = 0  # also keep every checkpoint whose number of steps is a multiple of this; 0: none of them
+    keep_every: int = 0  # also keep the first checkpoint at or after each multiple of this many steps; 0: none of them
     # Of a run with lora_rank: files of the factors for Diffusers and ComfyUI in lora/step-N/ of its folder, from each
     # checkpoint as soon as it is whole, as heddle export --lora-only makes them. The numbers that they hold, or off.
     # They stay when their checkpoint is deleted.
@@ -203,7 +202,7 @@ class CheckpointConfig:
         written = -(-steps // self.every) if self.every else 1
         if not self.keep_last:
             return written
-        multiples = steps // math.lcm(self.every, self.keep_every) if self.every and self.keep_every else 0
+        multiples = steps // self.keep_every if self.keep_every else 0
         return min(written, self.keep_last + multiples)
 
 

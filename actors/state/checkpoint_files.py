@@ -289,10 +289,11 @@ def prune(
 ) -> list[Path]:
     """Remove old checkpoints; returns what was removed.
 
-    Kept are the `keep_last` newest complete ones (0: all of them), those after a multiple of `keep_every` steps, those
-    of steps in `writing`, and whatever is newer than the newest complete one (it may be in the making). Those after
-    step `until` count as none, and stay: a run that passed them over because they are damaged would else lose the one
-    that it has just written. What the storage does not let go now, or says nothing about, goes next time.
+    Kept are the `keep_last` newest complete ones (0: all of them), the first complete one at or after each multiple of
+    `keep_every` steps, those of steps in `writing`, and whatever is newer than the newest complete one (it may be in
+    the making). Those after step `until` count as none, and stay: a run that passed them over because they are damaged
+    would else lose the one that it has just written. What the storage does not let go now, or says nothing about, goes
+    next time.
     """
     whole, withheld = list[Path](), set[Path]()
     try:
@@ -311,11 +312,31 @@ def prune(
     if not found:
         return []
     keep = withheld | set(found[-keep_last:])  # all of them for 0
-    keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
+    keep |= _milestones(found, keep_every)
     newest = _step_of(found[-1])
     keep |= {folder for folder in there if _step_of(folder) in writing}
     old = [folder for folder in there if folder not in keep and _step_of(folder) <= newest]
     return [folder for folder in old if _try_to_remove(folder)]
+
+
+def stands_for_multiple(step: int, every: int, before: int | None) -> bool:
+    """Whether the checkpoint of `step` is the first at or after a multiple of `every` steps: where storage is slower
+    than checkpoints are due, that of the multiple itself was put off. `before` is the step of the checkpoint that was
+    taken before it, -1 if it is the first; None: not known. A run that goes back takes some again: then `before` is no
+    earlier one, and those of multiples alone stand for them."""
+    steps = step + 1
+    if steps % every == 0:
+        return True
+    return before is not None and before < step and steps // every > (before + 1) // every
+
+
+def _milestones(folders: Sequence[Path], every: int) -> set[Path]:
+    """The first of them, which are in order, at or after each multiple of `every` steps; none for 0."""
+    first: dict[int, Path] = {}
+    for folder in folders if every else ():
+        first.setdefault((_step_of(folder) + 1) // every, folder)
+    first.pop(0, None)
+    return set(first.values())
 
 
 def forecast_bytes(total: int, *, weight_bytes: int, num_shards: int = 1, num_parameters: int = 0) -> int:

@@ -38,10 +38,15 @@ def root_of(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def latest(run_dir: Path) -> tuple[int, Path] | None:
-    """(step, folder) of the newest complete checkpoint; its bytes are not read."""
-    folders = checkpoint.complete(root_of(run_dir))
-    return (step_of(folders[-1]), folders[-1]) if folders else None
+def newest_step(run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint, whose bytes are not read; -1 without one, None where storage does not
+    say."""
+    try:
+        newest = next(filter(checkpoint.is_complete, reversed(checkpoint.step_folders(root_of(run_dir)))), None)
+    except OSError as error:
+        log.warning("which checkpoints are on disk is not known: %s", error)
+        return None
+    return step_of(newest) if newest is not None else -1
 
 
 def step_of(folder: Path) -> int:

@@ -32,8 +32,9 @@ class CheckpointAsides(Protocol):
 
     def dropped(self) -> Container[str]: ...
 
-    def on_checkpoint(self, step: int) -> RunEvent | None:
-        """The event to report, if any."""
+    def on_checkpoint(self, step: int, before: int | None = None) -> RunEvent | None:
+        """The event to report, if any. `before` is the step of the checkpoint before it, -1 if it is the first, None if
+        that is not known."""
         ...
 
     def close(self) -> None:
@@ -44,9 +45,10 @@ class CheckpointAsides(Protocol):
 class RunAsides:
     """Several sources as one: the controller's `AsideSource`, and told of checkpoints by the recorder."""
 
-    def __init__(self, sources: Sequence[CheckpointAsides], share: float) -> None:
-        """`share` of the run's time is what all of them together may take."""
-        self._sources, self.share = tuple(sources), share
+    def __init__(self, sources: Sequence[CheckpointAsides], share: float, before: int | None = None) -> None:
+        """`share` of the run's time is what all of them together may take. `before` is the step of the newest
+        checkpoint so far, -1 without one, None if it is not known."""
+        self._sources, self.share, self._before = tuple(sources), share, before
 
     @property
     def expected(self) -> bool:
@@ -67,9 +69,10 @@ class RunAsides:
 
     def on_checkpoint(self, step: int) -> list[RunEvent]:
         events: list[RunEvent] = []
+        before, self._before = self._before, step
         for source in self._sources:
             try:
-                event = source.on_checkpoint(step)
+                event = source.on_checkpoint(step, before)
             except Exception:  # whatever it is, the run goes on
                 log.exception("nothing is made beside the run from the checkpoint after %s", counted(step + 1, "step"))
                 continue

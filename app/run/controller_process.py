@@ -20,6 +20,7 @@ from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
+from actors.state.checkpoint_writer import newest_step
 from app.export.live import LiveLora
 from app.records.metrics import newest_line
 from app.records.rundir import METRICS
@@ -112,7 +113,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         samples.note_what_waits()
         begins = last_line(folder / METRICS) is None
         missing = [*held_out.open(begins), *samples.open(begins)]
-        asides = RunAsides([held_out, samples], config.sample.share)
+        asides = RunAsides([held_out, samples], config.sample.share, newest_step(folder))
         lora = LiveLora(config, folder)
         missing += lora.open()
         with Recorder(folder, asides, guard, config, settings["changes"], lora=lora) as recorder:

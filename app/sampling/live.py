@@ -60,7 +60,7 @@ class _Round:
 
 
 class LiveSamples:
-    """Wants clips at every checkpoint whose step count is a multiple of `sample.every`: one round at a time, while
+    """Wants clips of the first checkpoint at or after each multiple of `sample.every` steps: one round at a time, while
     at most one waits, that of the newest checkpoint."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
@@ -150,10 +150,12 @@ class LiveSamples:
 
     # -- as the recorder's -------------------------------------------------------------------------------------------
 
-    def on_checkpoint(self, step: int) -> RunEvent | None:
+    def on_checkpoint(self, step: int, before: int | None = None) -> RunEvent | None:
         """Called after the checkpoint of `step` is complete. Returns an event where no samples will come of it, or of
-        an earlier one."""
-        if not self._every or (step + 1) % self._every:
+        an earlier one. `before`: see `CheckpointAsides`."""
+        from actors.state.checkpoint_files import stands_for_multiple
+
+        if not self._every or not stands_for_multiple(step, self._every, before):
             return None
         if self._running is not None and not self._collect(self._running, 0.0):
             return SamplesFailed(step=step, why="the earlier ones are still being made")

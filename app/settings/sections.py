@@ -48,7 +48,9 @@ class SampleConfig:
     images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     last_images: tuple[str, ...] = ()  # the last frame, for transformers that take one; as many
     negative_prompt: str = ""  # what guidance moves away from
-    every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only by heddle sample
+    # Steps between samples during training, a multiple of checkpoint.every; 0: only by heddle sample. They are of the
+    # first checkpoint at or after each multiple of it: where storage is slow a checkpoint may be some steps late.
+    every: int = 0
     first: bool = False  # with every: also by the weights that the run begins with, into samples/first.*
     # Share of the run's time that samples and held-out losses (`validation`) may take during training, beside the gaps
     # that plans leave idle.
@@ -162,7 +164,7 @@ class ValidationConfig:
     share of the run's time from `sample.share`."""
 
     sources: tuple[SourceConfig, ...] = ()  # as data.sources, in the same buckets
-    every: int = 0  # steps between losses, a multiple of checkpoint.every; 0: none
+    every: int = 0  # steps between losses, a multiple of checkpoint.every, as sample.every; 0: none
     first: bool = True  # with every: also that of the weights that the run begins with, as "after 0 steps"
     clips: int = 64  # the first of a fixed shuffle; all where there are fewer
     draws: int = 4  # noise levels of each clip, the same every time

@@ -56,8 +56,8 @@ class _HeldOutRound:
 
 
 class LiveHeldOut:
-    """Wants losses at every checkpoint whose step count is a multiple of `validation.every`, and of the weights that
-    the run begins with: one round at a time, while at most one waits, that of the newest checkpoint."""
+    """Wants losses of the first checkpoint at or after each multiple of `validation.every` steps, and of the weights
+    that the run begins with: one round at a time, while at most one waits, that of the newest checkpoint."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._given, self._run_dir, self._held_at = config, run_dir, run_dir / ".held_out"
@@ -143,10 +143,12 @@ class LiveHeldOut:
 
     # -- as the recorder's ---------------------------------------------------------------------------------------------
 
-    def on_checkpoint(self, step: int) -> RunEvent | None:
+    def on_checkpoint(self, step: int, before: int | None = None) -> RunEvent | None:
         """Called after the checkpoint of `step` is complete. Returns an event where there will be no loss, of this or
-        of an earlier one."""
-        if not self._every or (step + 1) % self._every:
+        of an earlier one. `before`: see `CheckpointAsides`."""
+        from actors.state.checkpoint_files import stands_for_multiple
+
+        if not self._every or not stands_for_multiple(step, self._every, before):
             return None
         late, self._next = self._next, None
         if late is not None:

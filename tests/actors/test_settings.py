@@ -37,7 +37,8 @@ def test_settings_that_would_fail_in_the_middle_of_a_run_are_refused(config: typ
     [
         ({"every": 200, "keep_last": 0}, 6),  # the last one after the last step, no multiple of 200
         ({"every": 200, "keep_last": 3}, 3),
-        ({"every": 200, "keep_last": 3, "keep_every": 500}, 4),  # after 1,000 steps
+        ({"every": 200, "keep_last": 3, "keep_every": 500}, 5),  # after 600 and 1,000 steps
+        ({"every": 200, "keep_last": 3, "keep_every": 50}, 6),
         ({"every": 0, "keep_last": 3}, 1),
         ({"every": 500, "keep_last": 7}, 3),
     ],

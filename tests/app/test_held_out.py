@@ -408,6 +408,15 @@ def test_all_parts_of_a_checkpoint_become_one_event(folder: Path, tmp_path: Path
     assert list(event.by_noise) == ["0.25-0.5"] and not list(tmp_path.glob(".held_out/*"))
 
 
+def test_the_loss_of_a_multiple_whose_checkpoint_was_put_off_is_that_of_the_next_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    live = live_of(folder, tmp_path)
+    assert live.on_checkpoint(35, -1) is None and live.wanted() == []
+    assert live.on_checkpoint(46, 35) is None and {work.step for work in live.wanted()} == {46}
+    assert live.on_checkpoint(60, 46) is None and live._next is None
+
+
 def test_of_checkpoints_that_come_too_fast_the_newest_waits(folder: Path, tmp_path: Path) -> None:
     live = live_of(folder, tmp_path)
     live.on_checkpoint(39)

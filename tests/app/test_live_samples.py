@@ -19,6 +19,7 @@ from actors.records.events import SamplesFailed, SamplesMade
 from actors.worker.aside import Asides
 from actors.worker.loading import Modules
 from app.drawing.video import mp4_of
+from app.run.asides import RunAsides
 from app.sampling.clip_worker import MadeClip
 from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
@@ -51,6 +52,25 @@ def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(tmp_path: Pa
     live.on_checkpoint(39)
     assert [(clip.step, clip.number) for clip in live.wanted()] == [(39, 0), (39, 1)]
     assert live.on_checkpoint(79) is None and live.wanted() == []
+
+
+def test_a_checkpoint_that_was_taken_late_stands_for_the_multiple_that_was_put_off(tmp_path: Path) -> None:
+    """Where writing takes longer than checkpoint.every steps, few are of multiples themselves."""
+
+    def wanted(asides: RunAsides, step: int) -> bool:
+        assert asides.on_checkpoint(step) == []
+        clips = asides.wanted()
+        for clip in clips:
+            asides.ended(report(clip))
+        return bool(clips)
+
+    asides = RunAsides([samples(tmp_path, 100)], 0.05, before=-1)
+    taken = (39, 99, 230, 280, 361, 399)  # 280: the run was asked to stop
+    assert [step for step in taken if wanted(asides, step)] == [99, 230, 361, 399]
+    resumed = RunAsides([samples(tmp_path, 100)], 0.05, before=410)
+    assert [step for step in (499, 523, 699, 830) if wanted(resumed, step)] == [499, 699, 830]
+    unknown = RunAsides([samples(tmp_path, 100)], 0.05)
+    assert [step for step in (840, 910) if wanted(unknown, step)] == [910]
 
 
 def test_clips_of_the_first_weights_come_before_those_of_checkpoints_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from actors.state import checkpoint_files
@@ -32,6 +35,7 @@ from actors.state.checkpoint_files import (
     prune,
     remove_torn,
     seal,
+    stands_for_multiple,
     step_folder,
     write_shard,
 )
@@ -338,6 +342,44 @@ def test_prune_keeps_the_newest_the_multiples_and_what_is_being_written(tmp_path
     removed = prune(tmp_path, keep_last=2, keep_every=20)
     assert [folder.name for folder in removed] == ["step-4", "step-9", "step-24"]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-19", "step-29", "step-39", "step-49"]
+
+
+def test_milestones_are_kept_where_storage_is_slower_than_checkpoints_are_due(tmp_path: Path) -> None:
+    """One that takes 130 steps puts off the next but one, which is taken some steps later: of 20 milestones two were
+    kept."""
+    for step in range(99, 6000, 131):
+        write(tmp_path, step, size=1)
+        prune(tmp_path, keep_last=2, keep_every=1000, until=step)
+    kept = [int(folder.name.removeprefix("step-")) for folder in complete(tmp_path)]
+    assert kept == [1016, 2064, 3112, 4029, 5077, 5863, 5994]
+
+
+@pytest.mark.parametrize(("every", "keep_every"), [(20, 50), (50, 20), (20, 60)])
+def test_the_first_checkpoint_at_or_after_each_multiple_is_a_milestone(
+    tmp_path: Path, every: int, keep_every: int
+) -> None:
+    for step in range(every - 1, 300, every):
+        write(tmp_path, step, size=1)
+        prune(tmp_path, keep_last=1, keep_every=keep_every)
+    kept = {int(folder.name.removeprefix("step-")) + 1 for folder in complete(tmp_path)}
+    assert kept == {-(-multiple // every) * every for multiple in range(keep_every, 301, keep_every)}
+
+
+@given(st.lists(st.integers(0, 400), unique=True).map(sorted), st.integers(1, 60))
+def test_each_multiple_has_one_checkpoint_that_stands_for_it_and_is_kept(steps: list[int], every: int) -> None:
+    standing = [step for before, step in pairwise([-1, *steps]) if stands_for_multiple(step, every, before)]
+    first = {next((step for step in steps if step >= multiple - 1), None) for multiple in range(every, 402, every)}
+    assert standing == sorted(first - {None})
+    assert {Path(f"step-{step}") for step in standing} == checkpoint_files._milestones(
+        [Path(f"step-{step}") for step in steps], every
+    )
+
+
+def test_without_an_earlier_checkpoint_that_is_known_a_multiple_itself_stands_for_it() -> None:
+    """Also where the run has gone back from a later one, or never got as far as that."""
+    for before in (None, 1029, 1099):
+        assert stands_for_multiple(999, 1000, before) and not stands_for_multiple(1019, 1000, before)
+    assert not stands_for_multiple(1029, 1000, 1029)
 
 
 def test_prune_removes_no_checkpoint_where_all_are_kept(tmp_path: Path) -> None:

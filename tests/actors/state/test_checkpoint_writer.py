@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -237,6 +238,22 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     assert [begun[2] for begun in tasks.begun] == [9, 61] and not writer.due(62) and writer.steps == [61]
     save(writer, 99)
     assert len(tasks.begun) == 3, "the last step is never put off"
+
+
+def test_the_newest_checkpoint_of_a_folder_is_known_by_its_files_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checkpoints.newest_step(tmp_path) == -1
+    for step in (9, 19):
+        write(tmp_path, step)
+    checkpoint.begin(folder_of(tmp_path, 29))
+    assert checkpoints.newest_step(tmp_path) == 19
+
+    def silent(folder: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+
+    monkeypatch.setattr(checkpoint, "is_complete", silent)
+    assert checkpoints.newest_step(tmp_path) is None
 
 
 def test_storage_that_hangs_keeps_back_one_checkpoint_and_not_all_that_come_after_it(
