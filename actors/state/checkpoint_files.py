@@ -285,7 +285,12 @@ def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str
 
 
 def prune(
-    root: Path, keep_last: int, keep_every: int = 0, until: int | None = None, writing: Collection[int] = ()
+    root: Path,
+    keep_last: int,
+    keep_every: int = 0,
+    until: int | None = None,
+    writing: Collection[int] = (),
+    known: dict[Path, int] | None = None,
 ) -> list[Path]:
     """Remove old checkpoints; returns what was removed.
 
@@ -294,16 +299,24 @@ def prune(
     the making). Those after step `until` count as none, and stay: a run that passed them over because they are damaged
     would else lose the one that it has just written. What the storage does not let go now, or says nothing about, goes
     next time.
+
+    `known` are those that an earlier call has seen whole, and when COMPLETE was written; this one adds its own, and
+    takes out what is gone. Their files are not asked for again: of thousands of checkpoints that are kept there are
+    100,000 and more.
     """
     whole, withheld = list[Path](), set[Path]()
+    known = {} if known is None else known
     try:
         there = step_folders(root)
     except OSError as error:
         log.warning("no old checkpoint is removed now: %s", error)
         return []
+    for gone in known.keys() - set(there):
+        del known[gone]
     for folder in there:
         try:
-            if is_complete(folder):
+            # Where all are kept, one that is known is not taken for torn, and makes no other one go.
+            if (folder in known and not keep_last) or _is_known_whole(folder, known):
                 whole.append(folder)
         except OSError as error:
             log.warning("%s is not removed now: %s", folder, error)
@@ -317,6 +330,27 @@ def prune(
     keep |= {folder for folder in there if _step_of(folder) in writing}
     old = [folder for folder in there if folder not in keep and _step_of(folder) <= newest]
     return [folder for folder in old if _try_to_remove(folder)]
+
+
+def _is_known_whole(folder: Path, known: dict[Path, int]) -> bool:
+    """`is_complete`, whose answer stays until COMPLETE is another one."""
+    marked_at = _marked_at(folder)
+    if marked_at is not None and known.get(folder) == marked_at:
+        return True
+    if not is_complete(folder):
+        known.pop(folder, None)
+        return False
+    if marked_at is not None:
+        known[folder] = marked_at
+    return True
+
+
+def _marked_at(folder: Path) -> int | None:
+    """When COMPLETE was written, in nanoseconds; None where it is not there or storage does not say."""
+    try:
+        return (folder / COMPLETE).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def stands_for_multiple(step: int, every: int, before: int | None) -> bool:

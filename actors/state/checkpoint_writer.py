@@ -85,6 +85,7 @@ class Writer:
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._newest_whole = -1  # of those that this writer has made
+        self._known: dict[Path, int] = {}  # seen whole, by anybody: see `checkpoint.prune`
         self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
         self._longest_s = 0.0  # that one took which is whole
         self._hurries = False  # somebody waits for the end of the run
@@ -169,6 +170,7 @@ class Writer:
         folder = checkpoint.step_folder(self._root, step)
         if step in self.steps:
             return
+        self._known.pop(folder, None)
         if seal:
             self._events.before_checkpoint()
         named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
@@ -233,7 +235,8 @@ class Writer:
     def _is_whole(self, step: int, folder: Path) -> None:
         self._newest_whole = max(self._newest_whole, step)  # an earlier one may be whole later
         last, every, until = self._config.keep_last, self._config.keep_every, self._newest_whole
-        for removed in checkpoint.prune(self._root, last, every, until=until, writing=self.steps):
+        old = checkpoint.prune(self._root, last, every, until=until, writing=self.steps, known=self._known)
+        for removed in old:
             log.info("removed %s", removed.name)
         self._events.checkpoint(folder, step)
 

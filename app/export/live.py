@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.ray_calls import cancel, get, node_id, remote_of, wait
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent
 from actors.refs import Ref
-from actors.state.checkpoint_files import complete, step_folder
+from actors.state.checkpoint_files import is_complete, step_folder, step_folders
 from actors.state.checkpoint_writer import root_of, step_of
 from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig
@@ -96,8 +96,9 @@ class LiveLora:
             return []
         self._clear()  # of a run that was killed
         try:
-            there = [step_of(folder) for folder in complete(root_of(self._run_dir))]
-            missing = [step for step in there if not _folder_of(self._run_dir, step).is_dir()]
+            there = {step_of(folder): folder for folder in step_folders(root_of(self._run_dir))}
+            lacking = [step for step in there if not _folder_of(self._run_dir, step).is_dir()]
+            missing = [step for step in lacking if is_complete(there[step])]
         except OSError as error:  # a folder that may not be read
             self._is_on = False
             why = (

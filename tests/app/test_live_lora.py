@@ -28,6 +28,7 @@ from actors.names import run_id
 from actors.planning.forecasts import lora_files_gib
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent, RunFinished
 from actors.records.metrics_line import metrics_of
+from actors.state import checkpoint_files
 from app.commands.workers import stop
 from app.export import live
 from app.export.export import export
@@ -136,6 +137,22 @@ def test_a_run_without_factors_and_one_that_does_not_want_them_has_none(
     lora.open()
     lora.on_checkpoint(19)
     assert lora.heard() == [] == lora.finish(FINISH_S) and not tasks.asked and not (tmp_path / "lora").exists()
+
+
+def test_a_start_looks_at_no_checkpoint_whose_files_are_there(
+    tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took a minute for 2,500 that are kept, before the first step."""
+    for step in (9, 19, 29):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "lora" / "step-9").mkdir(parents=True)
+    (tmp_path / "lora" / "step-29").mkdir()
+    read, opened = checkpoint_files._listed, list[str]()
+    monkeypatch.setattr(checkpoint_files, "_listed", lambda folder: opened.append(folder.name) or read(folder))
+    lora = LiveLora(lora_run(), tmp_path)
+    assert lora.open() == [] and opened == ["step-19"]
+    tasks.hangs = True
+    assert lora.heard() == [] and tasks.asked == [(19,)]
 
 
 def test_one_task_at_a_time_and_no_checkpoint_is_left_out(tmp_path: Path, tasks: Tasks) -> None:

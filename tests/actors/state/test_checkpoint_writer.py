@@ -240,6 +240,36 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     assert len(tasks.begun) == 3, "the last step is never put off"
 
 
+def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = {step: write(tmp_path / "beside", step) for step in (19, 29, 39)}
+    write(tmp_path, 9)
+    checkpoint.begin(folder_of(tmp_path, 14))
+    tasks, asked, is_complete = Tasks(monkeypatch), list[int](), checkpoint.is_complete
+
+    def counted(folder: Path) -> bool:
+        asked.append(checkpoints.step_of(folder))
+        return is_complete(folder)
+
+    writer = checkpoints.Writer(
+        tmp_path, CheckpointConfig(every=10, keep_last=0), 99, Events(Listening()), weight_bytes=16
+    )
+    monkeypatch.setattr(checkpoint, "is_complete", counted)
+    for number, step in enumerate((19, 29, 39)):
+        save(writer, step)
+        beside[step].rename(folder_of(tmp_path, step))
+        asked.clear()
+        tasks.done.add(number)
+        writer.poll()
+        assert asked == ([9, 14, 19] if step == 19 else [step])
+    save(writer, 9)  # passed over, as it is damaged, and written again
+    asked.clear()
+    tasks.done.add(3)
+    writer.poll()
+    assert asked == [9]
+
+
 def test_the_newest_checkpoint_of_a_folder_is_known_by_its_files_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
