@@ -481,8 +481,8 @@ def _meta(folder: Path, files: Sequence[File]) -> Meta:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Storage does not answer, whatever it holds."""
-    return isinstance(error, OSError) and error.errno in UNREACHABLE
+    """Storage does not answer, or not to this user, whatever it holds."""
+    return isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in UNREACHABLE)
 
 
 def _changed(folder: Path, file: File) -> str:

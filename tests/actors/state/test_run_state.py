@@ -230,6 +230,27 @@ def test_a_run_whose_checkpoints_storage_does_not_list_does_not_begin_anew(
         state_of(tmp_path).first()
 
 
+@pytest.mark.parametrize("files", [checkpoint.COMPLETE, "*.safetensors"])
+def test_a_run_whose_checkpoint_may_not_be_read_does_not_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str
+) -> None:
+    """It counted as not complete, or as damaged."""
+    (refused,), opened = write_checkpoint(tmp_path, 9, {}).glob(files), open
+
+    def given(name: Any, *more: Any, **named: Any) -> Any:
+        if name == refused or name == str(refused):
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return opened(name, *more, **named)
+
+    monkeypatch.setattr("builtins.open", given)
+    monkeypatch.setattr("io.open", given)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        state_of(tmp_path).first()
+    monkeypatch.undo()
+    origin = state_of(tmp_path).first()
+    assert origin is not None and origin.step == 9
+
+
 def withhold(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[float]:
     """Storage does not give this checkpoint; returns a clock that runs while it is waited for."""
     now, listed = [0.0], checkpoint._listed
