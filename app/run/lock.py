@@ -86,6 +86,7 @@ class FolderLock:
         self.lost = False  # another process has taken it, believing this one dead
         self._file: int | None = None
         self._stamp: Stamp | None = None
+        self._wrong = ""  # with the last beat
         self._end = threading.Event()
         self._beats: threading.Thread | None = None
 
@@ -135,7 +136,7 @@ class FolderLock:
         if not trusted and before is not None and self._is_alive(before, tell):
             return False
         self._stamp = self._first_stamp()
-        _write(file, self._stamp)
+        self._tell_of(_write(file, self._stamp))
         if not trusted:
             time.sleep(_SETTLE_S)
             after = holder(self.path)
@@ -184,29 +185,45 @@ class FolderLock:
                 log.error("%s was taken by process %d on %s", self.path, found.pid, found.host)
                 return
             self._stamp = replace(self._stamp, beat=self._stamp.beat + 1)
-            if not _is_at(self._file, self.path):
-                self._put_back()
-            _write(self._file, self._stamp)
+            wrong = "" if _is_at(self._file, self.path) else self._put_back()
+            self._tell_of(_write(self._file, self._stamp) or wrong)
 
-    def _put_back(self) -> None:
-        """Write the file again after somebody has removed it: the next process that starts must find it."""
+    def _tell_of(self, wrong: str) -> None:
+        """Once when beats begin to fail, and once when they work again: a file server may be away for a night."""
+        if wrong and not self._wrong:
+            log.warning("the lock of a run: %s; trying again every %g s", wrong, self._beat_s)
+        elif self._wrong and not wrong and not self.lost:
+            log.warning("the lock of a run: %s is written again", self.path)
+        self._wrong = wrong
+
+    def _put_back(self) -> str:
+        """Write the file again after somebody has removed it: the next process that starts must find it. Where the file
+        system did not answer when it was looked for, it is still ours. What is wrong; "": nothing. The next beat tries
+        again, as this process would count as dead without any."""
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            log.warning("%s cannot be made again: %s", self.path, error)
-            return
-        try:
-            self.lost = _flock(file) is False
-        except OSError as error:  # the next beat tries again; without any it would count as dead
-            log.warning("%s cannot be locked again: %s", self.path, error)
-            os.close(file)
-            return
-        if self.lost:
-            os.close(file)
-            return
+            return f"{self.path} cannot be made again: {error}"
         assert self._file is not None
+        if _is_same(file, self._file):  # of which the kernel would refuse us the lock, as that is held already
+            os.close(file)
+            return ""
+        try:
+            free = _flock(file) is not False
+            self.lost = not free and not self._wrote(file)
+        except OSError as error:
+            os.close(file)
+            return f"{self.path} cannot be locked again: {error}"
+        if not free:
+            os.close(file)
+            return ""
         os.close(self._file)
         self._file = file
+        return ""
+
+    def _wrote(self, file: int) -> bool:
+        stamp = _parsed(os.pread(file, _BYTES, 0))
+        return stamp is not None and stamp.token == self.token
 
 
 def _flock(file: int) -> bool | None:
@@ -229,6 +246,13 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
+def _is_same(file: int, other: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.fstat(other))
+    except OSError:  # one that its server has forgotten
+        return False
+
+
 def _changes(path: Path, seconds: float) -> bool:
     """Whether the stamp changes while we watch. The file is opened each time, so that NFS asks its server."""
     first, deadline = holder(path), time.monotonic() + seconds
@@ -239,11 +263,13 @@ def _changes(path: Path, seconds: float) -> bool:
     return False
 
 
-def _write(file: int, stamp: Stamp) -> None:
+def _write(file: int, stamp: Stamp) -> str:
+    """What went wrong, if anything: on a full disk flock still holds the lock."""
     try:
         os.pwrite(file, _as_bytes(stamp), 0)
-    except OSError as error:  # a full disk: flock still holds the lock
-        log.warning("the stamp of a run's lock was not written: %s", error)
+    except OSError as error:
+        return f"its stamp was not written: {error}"
+    return ""
 
 
 def _as_bytes(stamp: Stamp) -> bytes:

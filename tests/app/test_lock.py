@@ -227,10 +227,74 @@ def test_an_error_of_the_file_system_ends_no_beats(path: Path, monkeypatch: pyte
         ours.take(0.0, ignore)
         monkeypatch.setattr(lock, "_flock", failing)
         path.unlink()
-        deadline = time.monotonic() + 120
-        while (found := holder(path)) is None or found.beat < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        beats_on(path, 5)
+
+
+def test_a_look_that_the_file_server_does_not_answer_loses_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refused the lock of the file, opened anew, to the process that holds it, and the run ended as lost."""
+    failures = iter([OSError(errno.EIO, "Input/output error"), OSError(errno.ETIMEDOUT, "Connection timed out")])
+    stat = Path.stat
+
+    def failing(self: Path, **options: bool) -> os.stat_result:
+        if self == path and (error := next(failures, None)) is not None:
+            raise error
+        return stat(self, **options)
+
+    with FolderLock(path, beat_s=0.1) as ours:
+        ours.take(0.0, ignore)
+        monkeypatch.setattr(Path, "stat", failing)
+        beats_on(path, 5)
+        assert next(failures, None) is None and not ours.lost
+        with pytest.raises(FolderHeld):
+            FolderLock(path).take(0.0, ignore)
+    assert not path.exists(), "it was ours to the end"
+
+
+def test_a_lock_whose_open_file_the_server_has_forgotten_is_ours_while_the_stamp_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FolderLock(path, beat_s=0.1) as ours:
+        ours.take(0.0, ignore)
+        held, fstat, answers = ours._file, os.fstat, [0]
+
+        def stale(file: int) -> os.stat_result:
+            if file == held and answers[0] < 4:
+                answers[0] += 1
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return fstat(file)
+
+        monkeypatch.setattr(os, "fstat", stale)
+        beats_on(path, 5)
+        assert answers == [4] and not ours.lost
+
+
+def test_a_file_server_that_is_away_is_told_of_once_and_once_when_it_is_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each beat said so: tens of thousands of lines after a night."""
+    write, away = os.pwrite, [0]
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        if away[0] < 6:
+            away[0] += 1
+            raise OSError(errno.EIO, "Input/output error")
+        return write(file, data, offset)
+
+    with FolderLock(path, beat_s=0.05) as ours:
+        ours.take(0.0, ignore)
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        beats_on(path, 9)
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "its stamp was not written" in first and "Input/output error" in first
+    assert last.endswith("is written again")
+
+
+def beats_on(path: Path, beat: int) -> None:
+    """Returns when the holder has written this beat."""
+    deadline = time.monotonic() + 120
+    while (found := holder(path)) is None or found.beat < beat:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_without_kernel_locks_a_live_stamp_of_this_machine_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
