@@ -207,6 +207,7 @@ class FailedStart:
     worker: str
     why: str
     where: HostGpu = HostGpu()
+    passes: bool = False  # storage did not answer: another start may come up, also where several did not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

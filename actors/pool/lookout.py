@@ -204,8 +204,10 @@ class Lookout:
         return f"{info.host}: {why}" if parts else ""
 
     def _failed_start(self, failed: FailedStart) -> Event:
-        self._failed_starts += 1
-        if self._failed_starts >= FAILED_STARTS:
+        """Where storage did not answer, as to all workers that load at once, the start says nothing of the next ones:
+        while it stays away the run ends resumable, as one that has too few workers for too long."""
+        self._failed_starts += not failed.passes
+        if self._failed_starts >= FAILED_STARTS and not failed.passes:
             self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {failed.why}"
         return self._given_up(failed)
 

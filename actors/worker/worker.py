@@ -79,6 +79,7 @@ from ops.heap import give_back
 from ops.memory.node_room import node_room, shared_room
 from ops.models.weights import checksums
 from ops.packed.uploads import expect
+from ops.passing import passes
 from ops.precision import allow_tf32
 from ops.shards import shard_bounds
 from ops.update.flat_vector import trainable
@@ -108,7 +109,8 @@ class Worker:
         except Exception as error:
             log.exception("worker %s does not start", name)
             kind = "" if isinstance(error, GpuUnusable) else f"{type(error).__name__}: "
-            self._failed = FailedStart(worker=name, why=f"{kind}{first_line(error)}", where=self._here)
+            why = f"{kind}{first_line(error)}"
+            self._failed = FailedStart(worker=name, why=why, where=self._here, passes=passes(error))
 
     def _start(self, monitor: Mailbox) -> None:
         name, settings = self.name, self.settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -67,6 +68,23 @@ def test_a_worker_whose_gpu_does_not_answer_is_heard_meanwhile(monkeypatch: pyte
     starting.join(HANGS_S)
     failed = made[0].info()
     assert isinstance(failed, FailedStart) and failed.where == HostGpu(node="n", host=socket.gethostname(), gpu="2")
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"), [(OSError(errno.ESTALE, "Stale file handle"), True), (RuntimeError("CUDA error"), False)]
+)
+def test_a_worker_says_whether_what_kept_it_from_starting_passes(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, may_pass: bool
+) -> None:
+    def start(worker: Worker, monitor: object) -> None:
+        raise error
+
+    monkeypatch.setattr("actors.worker.worker.node_id", lambda: "n")
+    monkeypatch.setattr("actors.worker.worker.given_gpu", lambda: "")
+    monkeypatch.setattr(Worker, "_start", start)
+    settings: Any = SimpleNamespace()
+    failed = Worker("w0", settings, settings).info()
+    assert isinstance(failed, FailedStart) and failed.passes == may_pass
 
 
 class Raises(Worker):

@@ -200,6 +200,27 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
     assert not lookout.hopeless, "three more, not one"
 
 
+def test_workers_that_storage_did_not_answer_while_they_loaded_make_no_run_hopeless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that load at once meet the same fault of a file server: the run ended with exit code 1."""
+    handle = Handle(collect=Monitor().collect)
+    unanswered = replace(FAILED, why="OSError: [Errno 116] Stale file handle: '/w/dit'", passes=True)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    pool = Starting(failed=FAILED)
+    lookout = Lookout(CONFIG, pool, handle, silent)
+    for _ in range(2):
+        lookout.look()
+    pool._failed = (unanswered,)
+    for _ in range(3):
+        assert Shortfall(count=1, failed=unanswered) in lookout.look()
+    assert not lookout.hopeless
+    pool._failed = (FAILED,)
+    lookout.look()
+    assert lookout.hopeless == "3 workers in a row failed to start: CUDA error: unknown"
+
+
 def test_a_size_that_was_asked_for_outlives_monitor_and_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
