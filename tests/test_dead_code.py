@@ -15,6 +15,7 @@ PUBLIC = {  # for other programs: the README's "Parts of it as libraries"
 CALLED_BY_OTHERS = {
     *("readable", "readinto", "seekable"),  # io.RawIOBase
     "extra_repr",  # torch.nn.Module, for its repr
+    "_serialize",  # ray.job_config.JobConfig
     "chunk_lengths",  # what a program that routes knows its rows by
     "verify_clip",  # a decoder, named to the engine as "data.tools.lint:verify_clip"
 }

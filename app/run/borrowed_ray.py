@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
-from app.run.cluster import in_own_folder, must_answer, not_let_in, shut_down_ray, start_ray_here
+from app.run.cluster import must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal, while_ray_starts
 from ops.code_path import code_path
 
@@ -21,8 +21,10 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     with unwinds_on_signal() as put_back:
         import ray  # takes a while, in which a signal may come
 
+        from app.run.own_job import as_own_job
+
         start = partial(
-            in_own_folder()(ray.init),
+            as_own_job(ray.init, address or os.environ.get("RAY_ADDRESS", "")),
             log_to_driver=False,
             logging_level=logging.WARNING,
             namespace=NAMESPACE,

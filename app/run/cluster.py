@@ -10,9 +10,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import chdir, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig, check
-from ops.code_path import ROOT, code_path
+from ops.code_path import code_path
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
@@ -107,8 +107,10 @@ def connect(config: RunConfig) -> None:
     """Join the cluster that this process runs on, or start one here that fits the run."""
     import ray
 
+    from app.run.own_job import as_own_job
+
     start = partial(
-        in_own_folder()(ray.init),
+        as_own_job(ray.init, os.environ.get("RAY_ADDRESS", "")),
         log_to_driver=os.environ.get("HEDDLE_WORKER_LOGS", "") not in ("", "0"),
         logging_level=logging.WARNING,
         namespace=NAMESPACE,
@@ -128,14 +130,6 @@ def connect(config: RunConfig) -> None:
     # Many small actors start at once here; Ray would warn about each batch of processes.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
     start_ray_here(partial(start, num_cpus=cpus, dashboard_host="127.0.0.1"))
-
-
-@contextmanager
-def in_own_folder() -> Iterator[None]:
-    """Heddle's folder is the current one for as long, of `ray.init`: Ray has the workers of a job import from the
-    folder in which that is called before any other, where somebody's app.py or data.py would be taken for ours."""
-    with chdir(ROOT):
-        yield
 
 
 class RayNotStarted(RuntimeError):

@@ -15,12 +15,14 @@ OURS = ("app", "actors", "data", "ops")
 # As `heddle` does, whose path does not begin with the current folder.
 ALONE = [sys.executable, "-P", "-c"]
 WORKER = """
+import os
 import ray
 from app.run.borrowed_ray import borrowed_ray
 
 def places():
     import app, data, decoders
-    return app.__file__, data.__file__, decoders.MINE
+    with open(os.environ["GOOGLE_APPLICATION_CREDENTIALS"]) as key:
+        return app.__file__, data.__file__, decoders.MINE, key.read()
 
 with borrowed_ray(None, 1):
     print(*ray.get(ray.remote(places).remote()))
@@ -32,12 +34,13 @@ def folder(tmp_path: Path) -> Path:
     for name in OURS:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user has a module of this name')\n")
     (tmp_path / "decoders.py").write_text("MINE = 'mine'\n")
+    (tmp_path / "key.json").write_text("{}")
     return tmp_path
 
 
 def printed(code: str, folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"PYTHONPATH": str(ROOT), "GOOGLE_APPLICATION_CREDENTIALS": "key.json"}
     done = subprocess.run([*ALONE, code], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -53,9 +56,10 @@ def test_a_process_of_its_own_runs_heddle(folder: Path) -> None:
 
 
 def test_workers_of_ray_import_heddle_and_then_what_is_in_the_current_folder(folder: Path) -> None:
-    app, data, mine = printed(WORKER, folder).split()
+    app, data, mine, key = printed(WORKER, folder).split()
     assert [Path(app).parents[1], Path(data).parents[1]] == [ROOT, ROOT]
     assert mine == "mine"
+    assert key == "{}", "files in variables are named against the user's folder"
 
 
 def test_relative_folders_go_where_the_current_one_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
