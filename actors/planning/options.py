@@ -74,7 +74,9 @@ def profile_of(
         if missing := [module for module in MODULES if not profile.has(module)]:  # from a cache, or stopped early
             guessed = flop_profile(model, geometry, device or profile.device, measured)
             profile.models |= {module: guessed.models[module] for module in missing}
-            profile.notes.append(f"{config.profile} has no point of {' and '.join(missing)}: the FLOP model is taken.")
+            if profile.extrapolate:  # else a plan that needs them raises PlanError
+                without = f"{config.profile} has no point of {' and '.join(missing)}"
+                profile.notes += [f"{without}: the FLOP model is taken.", *guessed.notes]
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device, measured)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads

@@ -18,7 +18,7 @@ from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.make_plan import make_plan
-from actors.planning.options import profile_of
+from actors.planning.options import assumption, profile_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
@@ -217,6 +217,25 @@ def test_a_run_schedules_modules_of_which_its_profile_has_no_point(tmp_path: Pat
     plan = make_plan([[ITEM]], profile, Cluster(nodes=(1,)), PlanOptions(budget_s=0.0))
     assert {c.module for c in plan.steps[0].cascades} == {"text", "vae", "dit"}
     assert f"{path} has no point of text and vae: the FLOP model is taken." in profile.notes
+
+
+def test_of_an_unknown_gpu_it_is_said_whose_flops_are_taken_for_modules_without_a_point(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"device": "Some GPU", "latency": [POINT | {"degree": 1}]}))
+    profile = profile_of(PlannerConfig(profile=str(path)), MODEL, Geometry(), "Some GPU")
+    assert assumption("Some GPU") in profile.notes
+    known = profile_of(PlannerConfig(profile=str(path)), MODEL, Geometry(), "Some GPU", measured={"Some GPU": 300.0})
+    assert assumption("Some GPU") not in known.notes and any("Some GPU 300 TFLOP/s" in note for note in known.notes)
+
+
+def test_of_a_profile_that_forbids_other_shapes_no_flop_model_is_told(tmp_path: Path) -> None:
+    """The note said that it is taken, and the plan that there is no degree for text."""
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"latency": [POINT | {"degree": 1}], "extrapolate": False}))
+    profile = profile_of(PlannerConfig(profile=str(path)), MODEL, Geometry(), "cpu")
+    assert not any("FLOP" in note for note in profile.notes)
+    with pytest.raises(PlanError, match=r'no legal degree for text.*set "extrapolate": true in the file'):
+        make_plan([[ITEM]], profile, Cluster(nodes=(1,)), PlanOptions(budget_s=0.0))
 
 
 def test_a_profile_of_bags_over_nodes_alone_has_the_dit() -> None:
