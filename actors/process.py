@@ -1,9 +1,11 @@
-"""Names a process by its pid and the time of its start, since pids are used again; and what memory this one has."""
+"""Names a process by its pid and the time of its start, since pids are used again, and the kernel that they are
+under; and what memory this one has."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 _STATE, _START = 0, 19  # of the fields after the name in /proc/PID/stat: a letter, ticks since the machine has booted
@@ -31,6 +33,14 @@ def kill(pid: int, born: str) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def this_kernel() -> str:
+    """A name of the kernel that runs, since it has begun to: another one of a machine that has started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def own_bytes() -> int:

@@ -5,19 +5,27 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import hashlib
 import json
 import os
+import re
 import shutil
+import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from actors.process import this_kernel
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
-_HIDDEN = ".heddle-export"  # and a name of its own
+_HIDDEN = ".heddle-export"  # and who made it
 _MOVING = ".moving.json"  # in a hidden folder while its entries are moved up: which were, and which one is
+_MARKED = re.compile(re.escape(_HIDDEN) + r"-([0-9a-f]{8,})-([A-Za-z0-9-]*)-([0-9a-f]{6})-[0-9a-f]{6}$")
+_DEAD_S = 86400.0  # no export takes as long: what another machine has begun so long ago was killed there
 
 
 @contextmanager
@@ -28,16 +36,23 @@ def whole_folder(to: Path, last: str) -> Iterator[Path]:
 
     An empty folder that is there is not replaced, as a mount point cannot be: the hidden one lies in it, and what it
     has is moved up in the end, the entry `last` after the others; copied where the file system renames no folders, as
-    mounts of object storage. Nothing of it stays where that fails; where it was killed, the next call removes it.
+    mounts of object storage. Nothing of it stays where that fails; where it was killed, the next call removes it, on
+    another machine once it is a day old: whether a process writes there is known on that process's machine alone.
     """
     check_free(to)
     target = Path(os.path.realpath(to))  # of a link the folder itself
     there = target.is_dir()
     begin = target / _HIDDEN if there else target.with_name(f".{target.name}{_HIDDEN}")
     for left in begin.parent.glob(glob.escape(begin.name) + "*"):  # by one that was killed
+        if (mark := _Mark.of(left.name)) is not None and mark.may_live_elsewhere():
+            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(mark.since))
+            raise ConfigError(
+                f"an export on {mark.host} has been writing {to} since {since}, into {left}. Wait for its end; if it "
+                f"was killed, remove that folder; or choose another --to."
+            )
         with _alone(left, to):
             _remove(*_moved_from(left), left)
-    work = begin.with_name(f"{begin.name}-{uuid.uuid4().hex[:12]}")
+    work = begin.with_name(f"{begin.name}-{_Mark.here()}-{uuid.uuid4().hex[:6]}")
     work.mkdir(parents=True)
     with _alone(work, to):
         try:
@@ -50,6 +65,35 @@ def whole_folder(to: Path, last: str) -> Iterator[Path]:
             _move_up(work, last)
         else:
             work.rename(target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Who made a hidden folder, as its name says from the first moment on."""
+
+    host: str
+    kernel: str  # a few digits
+    since: float  # seconds, by the clock of that host
+
+    @staticmethod
+    def here() -> _Mark:
+        host = re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname().partition(".")[0])[-24:]  # ends are what differs
+        return _Mark(host, hashlib.sha256(this_kernel().encode()).hexdigest()[:6], time.time())
+
+    @staticmethod
+    def of(name: str) -> _Mark | None:
+        """None where a name says nothing."""
+        found = _MARKED.search(name)
+        return None if found is None else _Mark(found[2], found[3], float(int(found[1], 16)))
+
+    def __str__(self) -> str:
+        return f"{int(self.since):08x}-{self.host}-{self.kernel}"
+
+    def may_live_elsewhere(self) -> bool:
+        """Whether that is another machine, whose locks are not seen here. A container of this one has its kernel; this
+        one has its name after a restart, too."""
+        here = _Mark.here()
+        return self.host != here.host and self.kernel != here.kernel and here.since - self.since < _DEAD_S
 
 
 def check_free(to: Path) -> None:

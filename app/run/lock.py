@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from actors.process import this_kernel
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
@@ -132,7 +133,7 @@ class FolderLock:
         if not _is_at(file, self.path):  # its last holder has just removed it
             return False
         before = _parsed(os.pread(file, _BYTES, 0))
-        trusted = by_kernel is True and (before is None or before.kernel == _kernel())
+        trusted = by_kernel is True and (before is None or before.kernel == this_kernel())
         if not trusted and before is not None and self._is_alive(before, tell):
             return False
         self._stamp = self._first_stamp()
@@ -148,7 +149,7 @@ class FolderLock:
         one now; should its holder live, it finds our stamp there. Not on a full disk, where a live holder could not
         change its stamp either."""
         before = holder(self.path)
-        if before is None or before.kernel == _kernel() or self._is_alive(before, tell):
+        if before is None or before.kernel == this_kernel() or self._is_alive(before, tell):
             return False
         try:
             write_whole(self.path, _as_bytes(self._first_stamp()), synced=True)
@@ -170,7 +171,7 @@ class FolderLock:
         return Stamp(
             token=self.token,
             host=socket.gethostname(),
-            kernel=_kernel(),
+            kernel=this_kernel(),
             pid=os.getpid(),
             beat=0,
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -281,13 +282,6 @@ def _parsed(data: bytes) -> Stamp | None:
         return Stamp(**json.loads(data[:_BYTES]))
     except (ValueError, TypeError):
         return None  # new, or torn
-
-
-def _kernel() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _held(path: Path) -> str:

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,53 @@ def test_of_exports_on_two_machines_one_alone_reports_success(
     with pytest.raises(ConfigError, match="is not an empty folder"), whole_folder(to, last="index"):
         write(to)
     assert sorted(os.listdir(to)) == ["index", "part"] and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_an_export_on_another_machine_writes_stays(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is not seen here: the folder that it was writing was removed."""
+    to, now = tmp_path / "out", time.time()
+    if there:
+        to.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", lambda folder, operation: None)
+        on_machine(patch, "gpu-node-7.cluster", "7")
+        with whole_folder(to, last="index") as work:
+            (work / "index").write_text("theirs")
+            on_machine(patch, "gpu-node-8.cluster", "8")
+            with pytest.raises(
+                ConfigError, match=r"an export on gpu-node-7 has been writing .* remove that folder"
+            ) as no:
+                write(to)
+            assert str(work) in str(no.value) and (work / "index").read_text() == "theirs"
+            patch.setattr(time, "time", lambda: now - 3600)
+            with pytest.raises(ConfigError, match="an export on gpu-node-7"):
+                write(to)  # a clock that is late
+    assert (to / "index").read_text() == "theirs" and os.listdir(to) == ["index"] and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("host", "kernel", "hours"), [("gpu-7", "8", 1), ("gpu-8", "7", 1), ("gpu-8", "8", 25)], ids=str
+)
+def test_what_was_killed_before_a_restart_in_a_container_or_long_ago_does_not_stay(
+    host: str, kernel: str, hours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, now = tmp_path / "out", time.time()
+    on_machine(monkeypatch, "gpu-7", "7")
+    with pytest.raises(KeyboardInterrupt), whole_folder(to, last="index") as work:
+        raise KeyboardInterrupt
+    work.mkdir()
+    on_machine(monkeypatch, host, kernel)
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
+    write(to)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def on_machine(patch: pytest.MonkeyPatch, host: str, kernel: str) -> None:
+    patch.setattr(socket, "gethostname", lambda: host)
+    patch.setattr("app.export.whole_folder.this_kernel", lambda: kernel)
 
 
 @pytest.mark.parametrize("there", [True, False])
