@@ -9,6 +9,8 @@ from typing import Literal
 
 from ops.ranges import above, between, check_numbers
 
+TIMES = 1000  # of diffusion
+
 Spacing = Literal["even", "linear_quadratic", "to_least"]
 """Spacing of the noise levels in sampling, before the shift. to_least: even, and the last step begins at the least
 level of the training after the shift, as FlowMatchEuler has it where a pipeline passes no levels."""

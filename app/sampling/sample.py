@@ -37,6 +37,7 @@ from app.settings.prompt_line import PromptLine, about_prompt, may_have_options
 from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
+from ops.config import TIMES
 from ops.geometry import Geometry
 from ops.models.added_lora import LoraFile
 from ops.ranges import SEED, above, between
@@ -166,13 +167,18 @@ def _check_fit(changes: ClipChanges, saved: SavedModel, checkpoint: Path) -> Non
 
 
 def _check_settings(settings: ClipSettings, config: RunConfig, geometry: Geometry, from_picture: bool) -> None:
-    """Raises ConfigError where clips of this size cannot be made, or cannot be decoded as said."""
+    """Raises ConfigError where clips of this size, or of this number of steps, cannot be made or decoded."""
     try:
         grid = geometry.token_grid(settings.frames, settings.height, settings.width)
     except ValueError as error:
         size = f"{settings.frames} x {settings.height} x {settings.width}"
         raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
     check_forcing(settings.sampler.forcing, grid[0], geometry, from_picture)
+    if config.model.dit.diffusion is not None and (steps := settings.sampler.steps) > TIMES:
+        raise ConfigError(
+            f"clips of {steps} steps (--steps) cannot be made: this transformer is trained by diffusion, with {TIMES} "
+            f"times; give {TIMES} or less."
+        )
     told = settings.decode_timestep, settings.decode_noise_scale
     check_decode(config.model.vae, replace(config.sample, decode_timestep=told[0], decode_noise_scale=told[1]))
 

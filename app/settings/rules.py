@@ -14,7 +14,7 @@ from app.settings.sections import SampleConfig, ValidationConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.attention.table import AttentionTable, name_of
-from ops.config import FlowConfig, ForcingSchedule
+from ops.config import TIMES, FlowConfig, ForcingSchedule
 from ops.degrees import bags_of
 from ops.flow.forcing import windows_of
 from ops.geometry import Geometry
@@ -301,6 +301,11 @@ def _check_sampler(sample: SampleConfig, dit: DiTConfig, flow: FlowConfig, known
         raise ConfigError(
             f"sample.timesteps is {list(sample.timesteps)}, and the transformer of model.dit is sampled by DDIM, which "
             f"has its own. Leave it out."
+        )
+    if dit.diffusion is not None and sample.steps > TIMES:
+        raise ConfigError(
+            f"sample.steps is {sample.steps}, and the transformer of model.dit is sampled by DDIM, which has {TIMES} "
+            f"times. Set it to {TIMES} or less."
         )
     if sample.timesteps and sample.timesteps[0] > flow.num_train_timesteps:
         raise ConfigError(

@@ -37,7 +37,8 @@ from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
 from data.ledger import BadSample
 from data.types import Batch
 from ops.comm.collectives import Group
-from ops.flow.objective import TIMES, draw_expert
+from ops.config import TIMES
+from ops.flow.objective import draw_expert
 from ops.flow.sampling import evaluating
 from ops.flow.train_pass import PassClip, held_out_pass
 from ops.models.experts import transformers

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ops.config import Diffusion, FlowConfig, PictureNoise
+from ops.config import TIMES, Diffusion, FlowConfig, PictureNoise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIMES = 1000  # of diffusion
 _BETAS = (0.00085, 0.012)  # of Stable Diffusion, evenly spaced in their square roots
 _NOISE_BETAS = (0.0001, 0.02)  # of Ho et al. 2020, evenly spaced
 _TRIES = 10_000

@@ -642,6 +642,11 @@ def test_settings_of_a_flow_are_refused_where_diffusion_is_trained() -> None:
         ConfigError, match=r"sample\.flow_shift is 5, .* sampled by DDIM, which has none\. Leave it out"
     ):
         RunConfig.load(path, ["sample.flow_shift=5.0"])
+    with pytest.raises(ConfigError, match=r"sample\.steps is 1001, .* DDIM, which has 1000 times\. Set it to 1000 or"):
+        RunConfig.load(path, ["sample.steps=1001"])
+    assert RunConfig.load(path, ["sample.steps=1000"]).sample.steps == 1000
+    flow = ROOT / "configs" / "runs" / "flux-tiny.yaml"
+    assert RunConfig.load(flow, ["sample.steps=1001"]).sample.steps == 1001
 
 
 def test_a_shift_of_samples_is_refused_where_they_are_not_shifted() -> None:

@@ -59,6 +59,7 @@ from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.typed import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["a red circle", "a blue square moving up"]
 
 
@@ -261,6 +262,21 @@ def test_wrong_requests_are_one_sentence(tmp_path: Path, arguments: dict[str, ob
     out = tmp_path / str(arguments.pop("out"))
     with pytest.raises(ValueError, match=sentence):
         run(tmp_path, out=out, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes"), [("a disc", ClipChanges(steps=1001)), ("a disc --s 1001", None), ("a disc", None)]
+)
+def test_more_steps_than_diffusion_has_times_are_refused_before_any_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, changes: ClipChanges | None
+) -> None:
+    """Also of a run of before that was known."""
+    monkeypatch.setattr(sample, "write_clips", lambda *given: pytest.fail("clips are made"))
+    config = RunConfig.load(ROOT / "configs" / "runs" / "cogvideox-tiny.yaml")
+    own = 20 if changes or "--s" in prompt else 1001
+    write_checkpoint(tmp_path / "run", replace(config, sample=replace(config.sample, steps=own)))
+    with pytest.raises(ConfigError, match=r"clips of 1001 steps .* cannot be made: .* with 1000 times"):
+        run(tmp_path / "run", [prompt], tmp_path / "out", changes=changes, device="cpu")
 
 
 def test_torn_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
