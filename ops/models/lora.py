@@ -282,8 +282,9 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
     rank or naming.
 
     Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT), or be those of the original code,
-    alone or with `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). The scale is that of `.alpha`, or what Diffusers
-    wrote into the file's header or PEFT into the `adapter_config.json` beside it; else B holds it (`for_diffusers`).
+    alone or with `diffusion_model.` (ComfyUI), `lora_unet_` (kohya) or `pipe.dit.` (DiffSynth-Studio). The scale is
+    that of `.alpha`, or what Diffusers wrote into the file's header or PEFT into the `adapter_config.json` beside it;
+    else B holds it (`for_diffusers`).
     """
     if not config.lora_from:
         return {}
@@ -420,7 +421,17 @@ def _declared_scale(file: Path, said: str) -> Callable[[int], float]:
 
 # in the code of HunyuanVideo, 1.5 and FLUX.1, in ComfyUI's and in Diffusers'
 _MODULATION = re.compile(r"(img|txt)_mod[._]lin|modulation[._]lin|\bnorm1?(_context)?\.linear\b")
-_ENDINGS = {A: A, B: B, M: M, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}
+_ENDINGS = {
+    A: A,
+    B: B,
+    M: M,
+    ".lora_down.weight": A,
+    ".lora_up.weight": B,
+    ".lora_A.default.weight": A,  # PEFT's own name of its one adapter, which DiffSynth-Studio keeps
+    ".lora_B.default.weight": B,
+    ".alpha": ".alpha",
+}
+_BEGINNINGS = ("transformer.", "base_model.model.", "pipe.dit.")  # of Diffusers, PEFT and DiffSynth-Studio
 
 
 def _by_our_names(
@@ -431,7 +442,9 @@ def _by_our_names(
     files: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), "")
-        layer = name.removesuffix(ending).removeprefix("transformer.").removeprefix("base_model.model.")
+        layer = name.removesuffix(ending)
+        for beginning in _BEGINNINGS:
+            layer = layer.removeprefix(beginning)
         files.setdefault(layer, {})[_ENDINGS.get(ending, "")] = tensor
     ours: dict[str, tuple[str, list[str]]] = {}
     known = _known_layers(parameters, config)

@@ -71,12 +71,24 @@ def of_kohya(base: Path, out: Path) -> Path:
     return out / "kohya.safetensors"
 
 
+def of_diffsynth(base: Path, out: Path) -> Path:
+    """As DiffSynth-Studio stores them: by the names of the original code, with that of PEFT's one adapter."""
+    given = load_file(of_export(COMFYUI)(base, out))
+    written = {
+        name.removeprefix("diffusion_model.").replace(".weight", ".default.weight"): tensor
+        for name, tensor in given.items()
+    }
+    save_file(written, out / "diffsynth.safetensors")
+    return out / "diffsynth.safetensors"
+
+
 KINDS: dict[str, Callable[[Path, Path], Path]] = {
     "PEFT": lambda base, out: of_peft(base, out, seed=1, rank=3),
     "DoRA of PEFT": lambda base, out: of_peft(base, out, seed=1, rank=3, dora=True),
     "our own, by Diffusers' names": of_export(PYTORCH),
     "our own, by ComfyUI's names": of_export(COMFYUI),
     "kohya": of_kohya,
+    "DiffSynth": of_diffsynth,
 }
 
 

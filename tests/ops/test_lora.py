@@ -264,11 +264,22 @@ def as_kohya(native: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return file
 
 
-@pytest.mark.parametrize("kind", ["comfyui", "kohya"])
+def as_diffsynth(native: dict[str, torch.Tensor], beginning: str) -> dict[str, torch.Tensor]:
+    """As DiffSynth-Studio stores what PEFT names in a model of the original code."""
+    return {
+        beginning + re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix("diffusion_model.")): tensor
+        for name, tensor in native.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["comfyui", "kohya", "DiffSynth", "DiffSynth whole"])
 def test_factors_by_original_names_mean_the_same_model(kind: str, tmp_path: Path) -> None:
     source = moved(I2V, 1).state_dict()
     native = for_comfyui(source, I2V)
-    save_file(native if kind == "comfyui" else as_kohya(native), tmp_path / "other.safetensors")
+    if kind.startswith("DiffSynth"):
+        native = as_diffsynth(native, "pipe.dit." if kind.endswith("whole") else "")
+        assert "blocks.1.self_attn.q.lora_A.default.weight" in {name.removeprefix("pipe.dit.") for name in native}
+    save_file(as_kohya(native) if kind == "kohya" else native, tmp_path / "other.safetensors")
     again = replace(I2V, lora_alpha=4.0, lora_from=str(tmp_path / "other.safetensors"))
     found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
     for name, tensor in merged(source, lora_scale(I2V)).items():
@@ -311,7 +322,7 @@ def test_factors_by_original_names_change_the_original_weights_as_ours_change_ou
 
 
 @pytest.mark.parametrize("family", ORIGINALS)
-@pytest.mark.parametrize("kind", ["comfyui", "kohya", "transformer.", "bare"])
+@pytest.mark.parametrize("kind", ["comfyui", "kohya", "DiffSynth", "transformer.", "bare"])
 def test_factors_of_fused_layers_come_back(family: str, kind: str, tmp_path: Path) -> None:
     config = by_original_names(family)
     source = moved(config, 1).state_dict()
@@ -319,6 +330,8 @@ def test_factors_of_fused_layers_come_back(family: str, kind: str, tmp_path: Pat
     bare = {"transformer.": "transformer.", "bare": ""}
     if kind == "kohya":
         native = as_kohya(native)
+    elif kind == "DiffSynth":
+        native = as_diffsynth(native, "pipe.dit.")
     elif kind != "comfyui":
         native = {bare[kind] + name.removeprefix("diffusion_model."): tensor for name, tensor in native.items()}
     save_file({name: tensor.contiguous() for name, tensor in native.items()}, tmp_path / "other.safetensors")
