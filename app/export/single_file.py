@@ -1,7 +1,8 @@
-"""`heddle convert`: a transformer's weights from one file in the names of their original code, as a Diffusers folder.
+"""`heddle convert`: a transformer's weights in the names of their original code, as a Diffusers folder.
 
     heddle convert wan2.1_t2v_1.3B_bf16.safetensors --config configs/models/wan2.1-1.3b.yaml --to models/wan2.1-1.3b
 
+They come from one file, or from shards: by their folder, their index, or any of them.
 Names are those that Diffusers' own converter makes of the file's: of Wan, SkyReels-V2, HunyuanVideo, FLUX.1, LTX-Video,
 LTX-2 and Mochi.
 A file that has the names of Diffusers already keeps them. Sizes come from the config; every weight must fit. Of a file
@@ -24,14 +25,15 @@ from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.load import dit_skeleton, kept_skeleton
-from ops.models.weights import check_state, read_file, write_folder
+from ops.models.weights import check_state, read_whole, write_folder
 from ops.typed import ConfigError, Node, build
 
 _PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.")  # of the transformer in ComfyUI's files
 
 
 def convert(file: Path, config: Path, to: Path) -> Path:
-    """Writes the folder of the transformer below `to` and returns it.
+    """Writes the folder of the transformer below `to` and returns it. `file` is one of the weights, of their shards,
+    or the folder or the index of these.
 
     Raises ConfigError for a family without such files and for a folder that is there, ValueError for a file that does
     not hold the transformer of the config.
@@ -49,12 +51,13 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         )
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another --to.")
-    expected, stored = {**dit_skeleton(dit).state_dict(), **kept_skeleton(dit)}, read_file(file)
+    expected, stored = {**dit_skeleton(dit).state_dict(), **kept_skeleton(dit)}, read_whole(file)
     if are_diffusers := expected.keys() <= stored.keys():
         state = {name: stored[name] for name in expected}
     else:
         state = by_diffusers_names(stored, family, str(file))
     check_state(expected, state, str(file))
+    state = {name: state[name] for name in expected}  # in one order, however many files they come from
     write_folder(folder, state, dit_json(dit))
     compare_files(folder, state)
     load_reference(folder, family.diffusers_class)

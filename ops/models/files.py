@@ -14,6 +14,7 @@ from typing import Any
 STEM = "diffusion_pytorch_model"
 _STEMS = (STEM, "model")  # of Diffusers and of Transformers
 _PICKLES = ("bin", "pt", "pth", "ckpt")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<rest>(\.\w+)?\.safetensors)")
 _HEADER_LENGTH = 8  # bytes of a safetensors file that say how long its header is
 
 
@@ -39,13 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
     variant = variant_of(folder)
     for index in (folder / index_name(stem, variant) for stem in _STEMS):
         if index.is_file():
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-            for name in names:
-                if not (folder / name).is_file():
-                    raise FileNotFoundError(
-                        f"{index.name} of {folder} names {name}, which is not there. Copy all shards."
-                    )
-            return [folder / name for name in names]
+            return _shards_of(index)
     for single in (folder / _single(stem, variant) for stem in _STEMS):
         if single.is_file():
             return [single]
@@ -55,8 +50,57 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds no weights: neither {STEM}.safetensors nor {index_name(STEM)}, nor those of model. "
             f"Download them whole."
         )
-    raise ValueError(
-        f"{folder} holds its weights as {pickles[0]}, a pickle; pickled weights are not read. Load it once with "
+    raise _is_pickled(folder / pickles[0])
+
+
+def files_of(path: Path) -> list[Path]:
+    """The safetensors files of the weights that a path names: one file, one of several shards, their index, or the
+    folder of a component. Raises FileNotFoundError naming what is missing, ValueError for pickled weights."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist. Give a .safetensors file; of shards one of them, their index or their folder."
+        )
+    if path.is_dir():
+        return weight_files(path)
+    if path.suffix.lstrip(".") in _PICKLES:
+        raise _is_pickled(path)
+    if path.suffix == ".json":
+        return _shards_of(path)
+    shard = _SHARD.fullmatch(path.name)
+    if shard is None:
+        return [path]
+    for index in sorted(path.parent.glob("*.safetensors.index*.json")):
+        if path.name in _weight_map(index).values():
+            return _shards_of(index)
+    count = int(shard["count"])
+    names = [f"{shard['stem']}-{number:05d}-of-{count:05d}{shard['rest']}" for number in range(1, count + 1)]
+    return _all_there(path, names)
+
+
+def _shards_of(index: Path) -> list[Path]:
+    names = sorted(set(_weight_map(index).values()))
+    if not names:
+        raise ValueError(f"{index} names no shards in a weight_map. Give the index of safetensors shards, or a shard.")
+    return _all_there(index, names)
+
+
+def _all_there(by: Path, names: list[str]) -> list[Path]:
+    """The shards beside the file that says their names, or in whose name they are counted."""
+    for name in names:
+        if not (by.parent / name).is_file():
+            raise FileNotFoundError(f"{by.name} of {by.parent} names {name}, which is not there. Copy all shards.")
+    return [by.parent / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name of a weight -> its shard; empty for a file that is no index."""
+    found: dict[str, str] = read_json(index).get("weight_map", {})
+    return found
+
+
+def _is_pickled(file: Path) -> ValueError:
+    return ValueError(
+        f"{file.parent} holds its weights as {file.name}, a pickle; pickled weights are not read. Load it once with "
         f"its own class in a safe place and save it by save_pretrained(FOLDER, safe_serialization=True), or download "
         f"the safetensors files."
     )

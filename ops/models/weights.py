@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ops.counted import first_of
 from ops.models.config import ModelConfig
-from ops.models.files import STEM, index_name, weight_files
+from ops.models.files import STEM, files_of, index_name, weight_files
 from ops.models.float8 import SCALE, in_8_bits, in_float8
 from ops.models.folders import component
 
@@ -93,13 +93,14 @@ class StoredWeights:
             return file.get_tensor(name).clone()
 
 
-def read_file(file: Path) -> dict[str, Tensor]:
-    """All weights of one file, in their stored dtypes. Raises FileNotFoundError, and ValueError for a broken file."""
-    if not file.is_file():
-        fault = "is not a file" if file.exists() else "does not exist"
-        raise FileNotFoundError(f"{file} {fault}. Give a .safetensors file.")
-    with _opened(file) as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
+def read_whole(path: Path) -> dict[str, Tensor]:
+    """All weights of a file, of shards or of a folder (`files_of`), in their stored dtypes. Raises FileNotFoundError,
+    and ValueError for a broken file."""
+    found: dict[str, Tensor] = {}
+    for file in files_of(path):
+        with _opened(file) as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
+    return found
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:

@@ -71,24 +71,12 @@ def of_kohya(base: Path, out: Path) -> Path:
     return out / "kohya.safetensors"
 
 
-def of_diffsynth(base: Path, out: Path) -> Path:
-    """As DiffSynth-Studio stores them: by the names of the original code, with that of PEFT's one adapter."""
-    given = load_file(of_export(COMFYUI)(base, out))
-    written = {
-        name.removeprefix("diffusion_model.").replace(".weight", ".default.weight"): tensor
-        for name, tensor in given.items()
-    }
-    save_file(written, out / "diffsynth.safetensors")
-    return out / "diffsynth.safetensors"
-
-
 KINDS: dict[str, Callable[[Path, Path], Path]] = {
     "PEFT": lambda base, out: of_peft(base, out, seed=1, rank=3),
     "DoRA of PEFT": lambda base, out: of_peft(base, out, seed=1, rank=3, dora=True),
     "our own, by Diffusers' names": of_export(PYTORCH),
     "our own, by ComfyUI's names": of_export(COMFYUI),
     "kohya": of_kohya,
-    "DiffSynth": of_diffsynth,
 }
 
 
@@ -116,6 +104,21 @@ def test_a_folder_with_a_file_is_the_pipeline_with_it_and_the_same_scale(kind: s
     base = publish(tmp_path / "base")
     file = KINDS[kind](base, tmp_path / "lora")
     assert_as_diffusers(base, [LoraFile(path=str(file), scale=0.8)])
+
+
+@pytest.mark.parametrize("beginning", ["", "pipe.dit."])
+def test_a_file_of_diffsynth_means_what_it_means_by_other_names(beginning: str, tmp_path: Path) -> None:
+    """It has the names of the original code, with that of PEFT's one adapter."""
+    base = publish(tmp_path / "base")
+    file = of_export(COMFYUI)(base, tmp_path / "lora")
+    named = {
+        beginning + name.removeprefix("diffusion_model.").replace(".weight", ".default.weight"): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(named, tmp_path / "diffsynth.safetensors")
+    wanted = weights_of(base, LoraFile(path=str(file)))
+    found = weights_of(base, LoraFile(path=str(tmp_path / "diffsynth.safetensors")))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_several_files_of_several_ranks_are_added_each_with_its_scale(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -46,6 +47,60 @@ def test_a_single_file_becomes_the_folder_that_a_run_begins_with(tmp_path: Path)
     assert all(torch.equal(begun[name], tensor.float()) for name, tensor in state.items())
     with pytest.raises(ConfigError, match="exists; choose another --to"):
         convert(file, config, tmp_path / "out")
+
+
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+SHARDS = [f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+def in_shards(folder: Path, state: dict[str, torch.Tensor], index: str = INDEX) -> None:
+    """As the authors of Wan publish their weights."""
+    folder.mkdir()
+    parts = [dict(list(state.items())[start::2]) for start in (0, 1)]
+    for name, part in zip(SHARDS, parts, strict=True):
+        save_file(part, folder / name)
+    (folder / "config.json").write_text('{"_class_name": "WanModel", "model_type": "ti2v"}')
+    if index:
+        names = {weight: name for name, part in zip(SHARDS, parts, strict=True) for weight in part}
+        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("given", "index"), [(".", INDEX), (INDEX, INDEX), *((shard, index) for shard in SHARDS for index in (INDEX, ""))]
+)
+def test_shards_become_the_folder_that_one_file_becomes(tmp_path: Path, given: str, index: str) -> None:
+    state = {original(name): tensor.bfloat16() for name, tensor in build_dit(DIT, 3).state_dict().items()}
+    file, config = tmp_path / "wan.safetensors", tmp_path / "wan.yaml"
+    config.write_text(MODEL.replace("LAYERS", "2"))
+    save_file(state, file)
+    in_shards(tmp_path / "theirs", state, index)
+    of_one, of_shards = (
+        convert(source, config, tmp_path / out) for source, out in ((file, "a"), (tmp_path / "theirs" / given, "b"))
+    )
+    assert {one.name: one.read_bytes() for one in of_shards.iterdir()} == {
+        one.name: one.read_bytes() for one in of_one.iterdir()
+    }
+
+
+def test_shards_that_are_not_whole_are_one_sentence(tmp_path: Path) -> None:
+    state = {original(name): tensor for name, tensor in build_dit(DIT, 3).state_dict().items()}
+    config, theirs = tmp_path / "wan.yaml", tmp_path / "theirs"
+    config.write_text(MODEL.replace("LAYERS", "2"))
+    in_shards(theirs, state)
+    (theirs / SHARDS[1]).unlink()
+    gone = rf"names {SHARDS[1]}, which is not there\. Copy all shards\."
+    for given in (".", INDEX, SHARDS[0]):
+        with pytest.raises(FileNotFoundError, match=gone):
+            convert(theirs / given, config, tmp_path / "out")
+    (theirs / INDEX).unlink()
+    with pytest.raises(FileNotFoundError, match=gone):
+        convert(theirs / SHARDS[0], config, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"config\.json names no shards in a weight_map\. Give the index"):
+        convert(theirs / "config.json", config, tmp_path / "out")
+    (pickled := tmp_path / "mp_rank_00_model_states.pt").touch()  # as the authors of HunyuanVideo publish theirs
+    for given in (pickled, tmp_path):
+        with pytest.raises(ValueError, match=r"as mp_rank_00_model_states\.pt, a pickle; pickled weights are not read"):
+            convert(given, config, tmp_path / "out")
 
 
 def test_a_file_that_has_the_names_of_diffusers_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
