@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of app, actors, data and ops
+UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working directory of a submitted job
 
 
 def code_path() -> str:

@@ -58,6 +58,7 @@ from app.settings.resume import check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 from app.validation.clips import check_held_out
 from data.storage import check_there
+from ops.code_path import UPLOADED
 from ops.counted import counted
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DRIVER_S = 3.0  # a run that was killed frees its folder within this
-UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working directory of a submitted job
 
 
 def train(

@@ -7,7 +7,6 @@ A pipeline folder holds `model_index.json` and one folder per component (`transf
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
+from ops.models.other_forms import OtherForm, check_form, check_path, how_to_get
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
 _TOKENIZER_JSON = ("tokenizer*.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
@@ -31,12 +31,14 @@ _TEXT_WITHIN = {"qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
 def component(path: str | Path, *names: str) -> Path:
     """The folder of a component: `path`/name for the first of `names` that exists, else `path` itself.
 
-    Raises FileNotFoundError when neither holds a config.json.
+    Raises FileNotFoundError when neither holds a config.json, and ConfigError for weights in another form.
     """
     root = Path(path).expanduser()
     for folder in [*(root / name for name in names), root]:
         if (folder / "config.json").is_file():
+            check_form(folder)
             return folder
+    check_path(root, names)
     found = f"holds no config.json, neither itself nor in {' or '.join(names)}/" if root.is_dir() else "does not exist"
     raise FileNotFoundError(
         f"{root} {found}. Give a local Diffusers folder; nothing is downloaded. (A dry run needs its config.json files "
@@ -95,6 +97,7 @@ def second_text_folder(text: TextConfig) -> Path:
 def _part_of_two(text: TextConfig, part: str) -> Path:
     folder = Path(text.path or "").expanduser() / part
     if not (folder / "config.json").is_file():
+        check_path(folder.parent, [part])
         raise FileNotFoundError(
             f"{folder}/config.json does not exist; model.text.kind {text.kind} needs both text encoders of the "
             f"pipeline. Download {' and '.join(f'{name}/' for name in _second_folders(text))}, too."
@@ -264,22 +267,16 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
 
 @contextmanager
 def _named_on_the_hub(model: ModelConfig) -> Iterator[None]:
-    """Errors of files that are missing say how to get them, where the model says from where.
-
-    Repositories may hold the same weights again as single files beside the folders, hence `--include`.
-    """
+    """Errors of files that are missing, or in another form, say how to get them, where the model says from where."""
     try:
         yield
-    except FileNotFoundError as error:
+    except (FileNotFoundError, OtherForm) as error:
         paths = [model.dit.path, model.vae.path, model.text.path, model.image.path if model.image else None]
         given = [path for path in paths if path]
         if not (model.hub and given):
             raise
-        folder = next((path for path in given if not Path(path).expanduser().is_dir()), given[0])
-        raise FileNotFoundError(
-            f'{error} To get it: `hf download {model.hub} --include "*/*" --include model_index.json '
-            f"--local-dir {shlex.quote(folder)}`."
-        ) from error
+        kind = OtherForm if isinstance(error, OtherForm) else FileNotFoundError
+        raise kind(f"{error} To get it: {how_to_get(model.hub, given)}") from error
 
 
 def _resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:

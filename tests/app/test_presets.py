@@ -1,20 +1,26 @@
 """A preset says which repository of the Hub its folder is: in its first lines, in docs/models.md, and in the error of a
-folder that is missing."""
+folder that is missing, or of weights in another form."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from actors.outcome import Exit
 from app.bench.headroom import write_numbers
 from app.settings.config import RunConfig
+from app.settings.errors import exit_code
 from app.settings.resume import kind_of
 from ops.models.config import ModelConfig
 from ops.models.files import read_json
-from ops.models.folders import check_weights, resolve, vae_numbers
+from ops.models.folders import check_weights, dit_json, resolve, vae_numbers
+from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +83,97 @@ def test_the_error_of_a_missing_folder_says_how_to_get_it(tmp_path: Path) -> Non
         check_weights(vae)
     with pytest.raises(FileNotFoundError, match=r"Download them whole\.$"):
         check_weights(replace(vae, hub=None))
+
+
+def moved_to(model: ModelConfig, setting: str, path: Path) -> ModelConfig:
+    if setting == "dit":
+        return replace(model, dit=replace(model.dit, path=str(path)))
+    if setting == "vae":
+        return replace(model, vae=replace(model.vae, path=str(path)))
+    return replace(model, text=replace(model.text, path=str(path)))
+
+
+def downloaded(folder: Path) -> Path:
+    """The JSON files of a small pipeline in Diffusers' form."""
+    dit = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, text_dim=32, in_channels=4, out_channels=4)
+    text = {"model_type": "umt5", "d_model": 32}
+    parts = {"transformer": dit_json(dit), "vae": {"_class_name": "AutoencoderKLWan", "z_dim": 4}, "text_encoder": text}
+    for name, fields in parts.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def on_folder(folder: Path) -> ModelConfig:
+    model = moved_to(model_of("wan2.1-1.3b"), "dit", folder)
+    return moved_to(moved_to(model, "vae", folder), "text", folder)
+
+
+@pytest.mark.parametrize("setting", ["dit", "vae", "text"])
+def test_a_single_file_is_told_as_one_and_not_downloaded_into(setting: str, tmp_path: Path) -> None:
+    file = tmp_path / "wan2.1_t2v_1.3B_bf16.safetensors"
+    file.write_bytes(b"x")
+    model = on_folder(downloaded(tmp_path / "models"))
+    with pytest.raises(ConfigError) as told:
+        resolve(moved_to(model, setting, file))
+    said = str(told.value)
+    assert said.startswith(f"{file} is one file, and a Diffusers folder is needed. `heddle convert {file} --config ")
+    assert said.endswith(f"--local-dir {tmp_path / 'models'}`.") and exit_code(told.value) == Exit.USAGE
+    with pytest.raises(ConfigError, match=r"--local-dir FOLDER`, to a FOLDER that all nodes see\.$"):
+        resolve(on_folder(file))
+    with pytest.raises(ConfigError, match=r"repository in Diffusers' form\.$"):
+        resolve(replace(on_folder(file), hub=None))
+
+
+@pytest.mark.parametrize("setting", ["dit", "vae", "text"])
+def test_a_folder_of_the_authors_own_code_is_told_as_one(setting: str, tmp_path: Path) -> None:
+    model, theirs = on_folder(downloaded(tmp_path / "models")), tmp_path / "Wan2.1-T2V-1.3B"
+    theirs.mkdir()
+    (theirs / "config.json").write_text('{"_class_name": "WanModel", "model_type": "t2v"}')
+    with pytest.raises(ConfigError) as told:
+        resolve(moved_to(model, setting, theirs))
+    said = str(told.value)
+    assert said.startswith(f"{theirs} is a WanModel, in the form of its authors' own code") and "model.hub" in said
+    assert f"`heddle convert {theirs} --config MODEL.yaml --to DIR`" in said
+    assert said.endswith(f"--local-dir {tmp_path / 'models'}`."), "and not into what is there"
+
+
+def test_a_folder_that_names_no_class_is_told_as_the_authors_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"Name": ["HunyuanVideo"]}')  # beside its folders of pickles
+    with pytest.raises(
+        ConfigError, match=r"names no class, as that of its authors' own code; .*-dir models/hunyuan-video`"
+    ):
+        resolve(moved_to(model_of("hunyuan-13b"), "text", tmp_path))
+
+
+def test_what_cannot_be_converted_is_not_told_to_be(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "HunyuanVideo_1_5_DiffusionTransformer"}')
+    with pytest.raises(ConfigError, match=r"that model\.hub of a preset names\. To get it: `hf download") as told:
+        resolve(moved_to(model_of("hunyuan1.5-8b"), "text", tmp_path))
+    assert "heddle convert" not in str(told.value)
+
+
+def test_the_cache_of_the_hub_is_answered_with_the_folder_in_it(tmp_path: Path) -> None:
+    cache = tmp_path / "hub" / "models--Wan-AI--Wan2.1-T2V-1.3B-Diffusers"
+    newer, main = downloaded(cache / "snapshots" / "a1"), downloaded(cache / "snapshots" / "b2")
+    os.utime(newer, (2e9, 2e9))
+    model = on_folder(cache)
+    with pytest.raises(ConfigError, match=rf"the Hub's cache .* whose files lie below it\. Give {newer}\.$"):
+        resolve(model)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("b2\n")
+    with pytest.raises(ConfigError, match=rf"Give {main}\.$"):
+        resolve(model)
+    resolve(on_folder(main))
+    shutil.rmtree(cache / "snapshots")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json.*--local-dir FOLDER`, to a FOLDER that all"):
+        resolve(model)
+
+
+def test_nothing_is_to_be_downloaded_into_the_upload_of_a_job() -> None:
+    upload = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/models/wan")
+    with pytest.raises(FileNotFoundError, match=r"does not exist.*--local-dir FOLDER`, to a FOLDER that all nodes see"):
+        resolve(on_folder(upload))
 
 
 def test_a_name_that_is_no_repository_is_refused() -> None:

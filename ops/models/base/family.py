@@ -303,6 +303,8 @@ class Family:
 
     diffusers_class: str  # of the transformer, whose parameter names are ours; with `own_code` the class there
     own_code: OwnCode | None = None  # None: it is a class of Diffusers
+    # the same in the repositories of its authors, as a config.json there names it; "": none does
+    authors_class: str = ""
     pipeline_class: Callable[[Any], str] = no_class  # of a config of this family
     needs_vae: bool = False  # that pipeline cannot be made without an autoencoder, also where none is used
     has_guider: bool = False  # its pipeline takes the scale of guidance from a part of its own, guider/

@@ -170,6 +170,7 @@ FAMILY = Family(
     config=HunyuanConfig,
     model=_model,
     diffusers_class="HunyuanVideoTransformer3DModel",
+    authors_class="HYVideoDiffusionTransformer",
     pipeline_class=lambda config: (
         "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
     ),

@@ -213,6 +213,7 @@ FAMILY = Family(
     config=Hunyuan15Config,
     model=_model,
     diffusers_class="HunyuanVideo15Transformer3DModel",
+    authors_class="HunyuanVideo_1_5_DiffusionTransformer",
     pipeline_class=lambda config: (
         "HunyuanVideo15ImageToVideoPipeline" if config.starts_from_image else "HunyuanVideo15Pipeline"
     ),

@@ -64,6 +64,7 @@ FAMILY = replace(
     config=SkyReelsConfig,
     model=_model,
     diffusers_class="SkyReelsV2Transformer3DModel",
+    authors_class="WanModel",
     pipeline_class=_pipeline_class,
     key_map={**WAN.key_map, "sample_info": "inject_sample_info"},
     class_defaults={

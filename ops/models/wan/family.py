@@ -201,6 +201,7 @@ FAMILY = Family(
     config=WanConfig,
     model=_model,
     diffusers_class="WanTransformer3DModel",
+    authors_class="WanModel",
     pipeline_class=_pipeline_class,
     first_frame=_first_frame,
     surplus=("norm_added_q",),  # of older image-to-video folders; no code has ever read it
