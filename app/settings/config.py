@@ -39,6 +39,7 @@ from app.settings.rules import (
     check_memory,
     check_more_than_first,
     check_pictures,
+    check_places,
     check_prompts,
     check_sample,
     check_schedule,
@@ -123,6 +124,7 @@ def check_read(config: RunConfig) -> None:
 def check(config: RunConfig, read: Geometry | None = None) -> None:
     """The rules between two sections, of a model whose folders have been `read` or not. Raises ConfigError for the
     first that does not hold."""
+    check_places(config.model, config.train, config.workers, config.planner, config.sample)
     check_frame_rate(config.model, config.data, config.sample)
     check_images(config.model, config.data, config.sample)
     check_degrees(config.model, config.planner, config.workers, read)

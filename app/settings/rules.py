@@ -249,6 +249,8 @@ def check_prompts(sample: SampleConfig, model: ModelConfig, flow: FlowConfig, re
     for number, prompt in enumerate(sample.prompts):
         with about_prompt(number, prompt):
             own = sample.of_prompt(number)
+            for picture in (*own.images, *own.last_images):
+                _check_local("its picture", picture)
             if model.dit.images_only:
                 _check_picture(own)
             _check_clips(own, model, flow, read)
@@ -430,6 +432,33 @@ def check_first(model: ModelConfig, train: TrainConfig) -> None:
             f"model.dit.lora_from {model.dit.lora_from} and train.init_from {train.init_from} both say which factors "
             f"training begins with; leave one of them out."
         )
+
+
+def check_places(
+    model: ModelConfig, train: TrainConfig, workers: WorkersConfig, planner: PlannerConfig, sample: SampleConfig
+) -> None:
+    """What is read by its path alone has one: only data come from the stores of `data.storage`."""
+    weights = {
+        "model.dit.path": model.dit.path,
+        "model.dit.lora_from": model.dit.lora_from,
+        "model.vae.path": model.vae.path,
+        "model.text.path": model.text.path,
+        "model.image.path": model.image.path if model.image else None,
+        "train.init_from": train.init_from,
+    }
+    for name, place in weights.items():
+        if place and "://" in place:
+            raise ConfigError(f"{name} {place!r} is a URI; weights lie in a local or shared folder. Give its path.")
+    files = {"planner.profile": planner.profile, "workers.cluster": workers.cluster}
+    for name, pictures in (("sample.images", sample.images), ("sample.last_images", sample.last_images)):
+        files |= {f"{name}.{number}": picture for number, picture in enumerate(pictures)}
+    for name, file in files.items():
+        _check_local(name, file)
+
+
+def _check_local(name: str, file: str | None) -> None:
+    if file and "://" in file:
+        raise ConfigError(f"{name} {file!r} is a URI; it is read as a local or shared file. Give its path.")
 
 
 def check_experts(model: ModelConfig, train: TrainConfig) -> None:

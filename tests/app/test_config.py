@@ -490,6 +490,36 @@ def test_a_run_is_not_written_to_a_uri(tmp_path: Path) -> None:
         load(tmp_path, "", "run.dir=s3://b/runs")
 
 
+PLACES = {  # settings of `from_here` that data are not read by
+    "model.dit.path": ["model.dit.path=PLACE"],
+    "model.dit.lora_from": ["model.dit.lora_rank=4", "model.dit.lora_from=PLACE"],
+    "model.vae.path": ["model.vae.kind=diffusers", "model.vae.path=PLACE"],
+    "model.text.path": ["model.text.path=PLACE"],
+    "model.image.path": ["model.image.path=PLACE"],
+    "train.init_from": ["train.init_from=PLACE"],
+    "planner.profile": ["planner.profile=PLACE"],
+    "workers.cluster": ["workers.cluster=PLACE.yaml"],
+    "sample.images.0": ["sample.images=[PLACE]"],
+    "sample.last_images.0": ["sample.last_images=[PLACE]"],
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_not_data_is_not_read_from_a_uri(name: str, tmp_path: Path) -> None:
+    """`s3://b/wan` was made the local path s3:/b/wan, which was to be downloaded to a folder s3:."""
+    overrides = [override.replace("PLACE", "s3://b/wan") for override in PLACES[name]]
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(name)} 's3://b/wan\S*' is a URI; .* a local or shared f\w+\. Give"
+    ):
+        load(tmp_path, "", *overrides)
+
+
+def test_the_picture_of_a_prompt_is_not_read_from_a_uri() -> None:
+    config = RunConfig.load(ROOT / "configs" / "runs" / "learn-i2v.yaml", ["sample.prompts=['a cat --i s3://b/a.png']"])
+    with pytest.raises(ConfigError, match=r"'s3://b/a\.png' is a URI; it is read as a local or shared file\. Give its"):
+        check_read(config)
+
+
 def test_resume_keeps_and_overwrite_empties_the_run_directory(tmp_path: Path) -> None:
     config = load(tmp_path, "", f"run.dir={tmp_path / 'runs'}")
     kept = prepare_run_dir(config) / "metrics.jsonl"
