@@ -43,6 +43,7 @@ ELSEWHERE = {
     "save_every": "checkpoint.every",
     "save_every_n_steps": "checkpoint.every",
     "save_every_n_epochs": "checkpoint.every (in steps)",
+    "checkpoint_every_n_minutes": "checkpoint.every (in steps)",
     "checkpoints_total_limit": "checkpoint.keep_last",
     "keep_n_latest": "checkpoint.keep_last",
     "checkpointing_limit": "checkpoint.keep_last",
@@ -133,6 +134,7 @@ ELSEWHERE = {
     "rank": "model.dit.lora_rank",
     "adapter": "model.dit.lora_rank",
     "network_module": "model.dit.lora_rank",
+    "training_type": "model.dit.lora_rank (0: in full)",
     "lora_base_model": "model.dit.lora_rank",
     "linear": "model.dit.lora_rank",
     "network_dim": "model.dit.lora_rank",
@@ -234,6 +236,10 @@ ELSEWHERE = {
     "mode_scale": "train.flow.mode_scale",
     "sigmoid_scale": "train.flow.logit_std",
     "weighting_scheme": "train.flow.weighting_scheme",
+    "flow_weighting_scheme": "train.flow.weighting_scheme",
+    "flow_logit_mean": "train.flow.logit_mean",
+    "flow_logit_std": "train.flow.logit_std",
+    "flow_mode_scale": "train.flow.mode_scale",
     "training_cfg_rate": "data.caption_dropout",
     "caption_dropout_rate": "data.caption_dropout",
     "caption_dropout_p": "data.caption_dropout",
@@ -247,6 +253,7 @@ ELSEWHERE = {
     "eval_every_n_epochs": "validation.every (in steps)",
     "eval_every_n_steps": "validation.every",
     "eval_interval": "validation.every",
+    "eval_before_first_step": "validation.first",
     "eval_iters": "validation.clips (and validation.draws)",
     "split": "validation.sources (planner.split is whether a batch may run in parts)",
     "validation_dataset_file": "validation.sources",
@@ -279,6 +286,7 @@ ELSEWHERE = {
     "wandb_entity": "track (wandb, which takes WANDB_ENTITY from the environment)",
     "tracker_project_name": "track (wandb, which takes WANDB_PROJECT from the environment)",
     "log_tracker_name": "track (wandb, which takes WANDB_PROJECT from the environment)",
+    "wandb_tracker_name": "track (wandb, which takes WANDB_PROJECT from the environment)",
     "use_wandb": "track",
     "enable_wandb": "track",
     "wandb": "track",
@@ -362,6 +370,7 @@ VALUES = {
 
 _BY_PRESET = "the model of a run is the preset under its base: (configs/models/), with its folder as model.dit.path."
 IN_FILES = {
+    "optimizer": "train.optimizer.kind",
     "dit": "model.dit.path",
     "vae": "model.vae.path",
     "text_encoder1": "model.text.path",
@@ -399,5 +408,8 @@ WORDS = {
     "wds": "webdataset",
     "sigmoid": "logit_normal",
     "constant_with_warmup": "constant",
+    "adamw_optimi": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
 }
 """Values as other programs write them, and ours, for every setting that takes it."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, IN_FILES, VALUES
+from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, IN_FILES, VALUES, WORDS
 from app.settings.reference import Section, chosen, full_names
 from ops.counted import counted, first_of
 from ops.typed import ConfigError
@@ -31,6 +31,13 @@ _OPTION = re.compile(r"^--?[A-Za-z][\w.-]*(=.*)?$", re.DOTALL)
 _OPTION_INSIDE = re.compile(r"\s--[A-Za-z]")
 _SHOWN = 30  # characters of a value
 _LEFT = 52  # columns of names with values, at most
+# what a script does besides starting a trainer: the options of these are no settings
+_SHELL = {"set", "[", "[[", "test", "echo", "printf", "export", "source", "cd", "mkdir", "rm", "cp", "mv", "ln", "ls"}
+_SHELL |= {"cat", "grep", "sed", "kill", "ulimit", "pip"}
+_LEADING = {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "sudo"}  # before the name of a command
+_ASSIGNMENT = re.compile(r"\w+\+?=")
+# words that stand for options of their own: ${model_options[@]}, $@, and the program that the options before it start
+_ENDS_VALUES = re.compile(r"\$\{?(\w+\[)?[@*]\]?\}?|[^-].*\.py")
 _ARGUMENTS = ("optimizer_args",)  # whose values are settings themselves: ["d_coef=2", "weight_decay=0.01"]
 _TABLES: tuple[Mapping[str, str], ...] = (DONE_OTHERWISE, ELSEWHERE, IN_FILES)
 
@@ -104,7 +111,8 @@ def translated(one: Theirs, sections: Sequence[Section]) -> Translated:
     """Where a setting stands in `reference(RunConfig)`. A name that both have and mean otherwise is the other
     trainer's."""
     here = next((where[word] for word in one.words for where in _TABLES if word in where), "")
-    if here in VALUES and str(one.value).rpartition(".")[2].lower() not in _takes(sections, here):  # torch.optim.AdamW
+    value = str(one.value).rpartition(".")[2].lower()  # torch.optim.AdamW
+    if here in VALUES and WORDS.get(value, value) not in _takes(sections, here):
         here = f"{here}. {VALUES[here]}"
     return Translated(theirs=one, here=here or first_of(full_names(sections, one.words[-1]), most=3))
 
@@ -176,17 +184,25 @@ def _options(text: str) -> Iterator[Theirs]:
 
 
 def _of_command(words: Sequence[str]) -> Iterator[Theirs]:
-    """Options with what follows them, up to the next one or the end of a command, and without programs between."""
-    name, values = "", list[str]()
+    """Options with what follows them, up to the next one, a word that stands for others, or the end of a command; none
+    of commands that are the shell's own."""
+    command, name, values = list[str](), "", list[str]()
     for word in [*words, ";"]:
         ends = not word.strip("();<>|&")
-        if ends or _OPTION.match(word):
+        command = [] if ends else [*command, word]
+        if ends or _OPTION.match(word) or _ENDS_VALUES.fullmatch(word):
             if name:
                 yield Theirs(name=name, value=" ".join(values) or True)
-            name, _, value = ("", "", "") if ends else word.lstrip("-").partition("=")
+            is_setting = not ends and not _ENDS_VALUES.fullmatch(word) and not _is_of_shell(command)
+            name, _, value = word.lstrip("-").partition("=") if is_setting else ("", "", "")
             values = [value] if value else []
-        elif not word.endswith(".py"):  # what the options before it start
+        else:
             values.append(word)
+
+
+def _is_of_shell(command: Sequence[str]) -> bool:
+    first = next((word for word in command if word not in _LEADING and not _ASSIGNMENT.match(word)), "")
+    return first in _SHELL
 
 
 def _short(value: object) -> str:

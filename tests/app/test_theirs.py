@@ -83,6 +83,33 @@ def test_a_command_ends_where_the_shell_ends_it(tmp_path: Path) -> None:
     assert str(found["out"]).split()[0] == "dir" and "tee" not in str(found["out"])
 
 
+def test_what_the_shell_does_itself_is_no_setting(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "set -e -x\nset -o pipefail\nmkdir -p out && cp -r a b\nif [ -z $GPUS ]; then set -u; fi\n"
+        "export WANDB_MODE=offline\nNCCL_DEBUG=INFO python train.py --lr 1e-4 -x 1\n"
+    )
+    assert {one.name: one.value for one in read_theirs(script)} == {"lr": "1e-4", "x": "1"}
+
+
+def test_an_option_does_not_take_what_stands_for_others_or_follows_the_program(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "model_cmd=(\n  --model_name wan\n)\n"
+        'torchrun --nnodes=1 --nproc_per_node $GPUS "${parallel_cmd[@]}" "${model_cmd[@]}" $@\n'
+        "torchrun --rdzv_endpoint=localhost:19242 train.py '${model_cmd[*]}' data.yaml --lr 1 --config=a.py\n"
+    )
+    found = {one.name: one.value for one in read_theirs(script)}
+    assert found == {
+        "model_name": "wan",
+        "nnodes": "1",
+        "nproc_per_node": "$GPUS",
+        "rdzv_endpoint": "localhost:19242",
+        "lr": "1",
+        "config": "a.py",
+    }
+
+
 PRODIGY = """
 optimizer_type = "prodigyopt.Prodigy"
 learning_rate = 1.0
@@ -127,6 +154,23 @@ def test_a_name_is_looked_up_with_the_word_before_it_and_by_our_own() -> None:
     assert here("tensor-model-parallel-size").startswith("layers and their matrices are not split")
     assert here("lora_alpha") == "model.dit.lora_alpha" and here("logit_mean") == "train.flow.logit_mean"
     assert here("num_cpu_threads_per_process") == ""
+
+
+def test_names_and_values_of_finetrainers_and_diffusion_pipe_have_their_places(tmp_path: Path) -> None:
+    for name, value, place in (
+        ("optimizer", "adamw", "train.optimizer.kind"),
+        ("flow_weighting_scheme", "logit_normal", "train.flow.weighting_scheme"),
+        ("training_type", "lora", "model.dit.lora_rank (0: in full)"),
+        ("eval_before_first_step", True, "validation.first"),
+        ("checkpoint_every_n_minutes", 120, "checkpoint.every (in steps)"),
+        ("monitoring.wandb_tracker_name", "x", "track (wandb, which takes WANDB_PROJECT from the environment)"),
+        ("optimizer.type", "adamw_optimi", "train.optimizer.kind"),
+        ("optim", "adamw_torch", "train.optimizer.kind"),
+    ):
+        assert here(name, value) == place
+    assert "AdamW's is sharded over all workers" in here("optimizer.type", "AdamW8bitKahan")
+    (tmp_path / "a.toml").write_text("[optimizer]\ntype = 'adamw_optimi'\nlr = 2e-5\n")
+    assert [one.name for one in read_theirs(tmp_path / "a.toml")] == ["optimizer.type", "optimizer.lr"]
 
 
 def test_names_of_files_lead_to_settings_that_exist() -> None:
