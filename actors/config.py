@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.devices import ProductPrecision
 from actors.plan.places import (
     AttentionMemory,
     GradientSetting,
@@ -319,6 +320,18 @@ class TrainConfig:
         if self.tf32 == "auto":
             return "bfloat16" in (self.autocast, self.parameter_dtype)
         return self.tf32 == "on"
+
+    @property
+    def products(self) -> ProductPrecision:
+        """In what a GPU multiplies the transformer's matrices."""
+        if "bfloat16" in (self.autocast, self.parameter_dtype):
+            return "bfloat16"
+        return "tf32" if self.allows_tf32 else "float32"
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a number that attention gives, and that the transformer's bags send, forward and backward."""
+        return 2 if self.products == "bfloat16" else 4
 
     def places(self, weights: int, device: str, fetchable: bool = False) -> tuple[Places, ...]:
         """Where gradients, state and parameters of a model with `weights` trained weights may lie, with workers on

@@ -17,9 +17,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 _PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0
 UNLISTED_LINK_GBPS = _PCIE4  # of a device that is in no table, assumed; also from memory of its node
+
+
+ProductPrecision = Literal["bfloat16", "tf32", "float32"]
+"""In what the numbers of matrix products are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +38,8 @@ class DeviceSpeed:
     memory_gib: float = 0.0  # 0: not known
     has_tf32: bool = True  # from Ampere on, at half the rate of bf16
 
-    def peak_tflops(self, precision: str) -> float:
-        """TFLOP/s of matrix products in `bfloat16`, `tf32` or `float32`."""
+    def peak_tflops(self, precision: ProductPrecision) -> float:
+        """TFLOP/s of matrix products."""
         if precision == "tf32" and self.has_tf32:
             return self.bf16_tflops / 2
         return self.bf16_tflops if precision == "bfloat16" else self.fp32_tflops
@@ -78,13 +83,15 @@ DEVICES: tuple[tuple[tuple[str, ...], DeviceSpeed], ...] = (
 _SIZES = {"16GB": 15.7, "32GB": 31.7, "40GB": 39.3, "80GB": 79.1}  # words of names -> memory_gib
 
 
-def device_speed(name: str, measured: Mapping[str, float] | None = None) -> DeviceSpeed | None:
+def device_speed(
+    name: str, measured: Mapping[str, float] | None = None, precision: ProductPrecision = "bfloat16"
+) -> DeviceSpeed | None:
     """The speed of a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; of several, with "+"
-    between their names, the slowest one, which the others wait for. None where one is neither listed nor among the
-    `measured`, bf16 TFLOP/s by name."""
+    between their names, the slowest one in this precision, which the others wait for. None where one is neither listed
+    nor among the `measured`, bf16 TFLOP/s by name."""
     speeds = [_one_speed(one.strip(), measured or {}) for one in name.split("+")]
     known = [speed for speed in speeds if speed is not None]
-    return min(known, key=lambda speed: speed.bf16_tflops) if len(known) == len(speeds) else None
+    return min(known, key=lambda speed: speed.peak_tflops(precision)) if len(known) == len(speeds) else None
 
 
 def nearest_device(name: str) -> str:
@@ -97,7 +104,8 @@ def nearest_device(name: str) -> str:
 
 def _one_speed(name: str, measured: Mapping[str, float]) -> DeviceSpeed | None:
     if name in measured:
-        return DeviceSpeed(measured[name], measured[name], UNLISTED_LINK_GBPS, UNLISTED_LINK_GBPS)
+        # fp32 is half of bf16 on cards of GeForce and workstations, which most of those are that are not listed
+        return DeviceSpeed(measured[name], measured[name] / 2, UNLISTED_LINK_GBPS, UNLISTED_LINK_GBPS)
     words = _words(name)
     for wanted, speed in DEVICES:
         if all(word in words for word in wanted):

@@ -10,7 +10,7 @@ from actors.plan.costs.flops import exchange_seconds, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.devices import UNLISTED_LINK_GBPS, device_speed
+from actors.plan.devices import UNLISTED_LINK_GBPS, DeviceSpeed, device_speed
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import MODULES
 from actors.planning.forecasts import sizes_of
@@ -21,6 +21,7 @@ from ops.geometry import Geometry
 from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import text_layers, tiling_of
+from ops.models.load import trained_part
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -72,19 +73,21 @@ def profile_of(
         refuse_other(profile, setting_of(model, device, train), config.profile)
         profile.text_cost, profile.tiling = text_cost(model.dit), tiling_of(model.vae)
         if missing := [module for module in MODULES if not profile.has(module)]:  # from a cache, or stopped early
-            guessed = flop_profile(model, geometry, device or profile.device, measured)
+            guessed = flop_profile(model, geometry, device or profile.device, measured, train)
             profile.models |= {module: guessed.models[module] for module in missing}
             if profile.extrapolate:  # else a plan that needs them raises PlanError
                 without = f"{config.profile} has no point of {' and '.join(missing)}"
                 profile.notes += [f"{without}: the FLOP model is taken.", *guessed.notes]
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
-            assumed = flop_profile(model, geometry, device, measured)
+            assumed = flop_profile(model, geometry, device, measured, train)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         profile.halved = HalvedHeads.of(model.dit, profile.device)
-        profile.row_bytes, profile.latent_channels = exchange_seconds(model.dit, 1.0), model.dit.out_channels
+        sends = profile.element_bytes if train is None else train.element_bytes
+        profile.row_bytes = exchange_seconds(model.dit, 1.0, sends, trained_part(model.dit))
+        profile.latent_channels = model.dit.out_channels
         degrees = profile.candidate_degrees("dit")
     else:
-        profile = flop_profile(model, geometry, device, measured)
+        profile = flop_profile(model, geometry, device, measured, train)
         usual = profile.candidate_degrees("dit")
         degrees = (
             *usual,
@@ -149,19 +152,25 @@ def tell_updates(
 
 
 def flop_profile(
-    model: ModelConfig, geometry: Geometry, device: str = "", measured: Mapping[str, float] | None = None
+    model: ModelConfig,
+    geometry: Geometry,
+    device: str = "",
+    measured: Mapping[str, float] | None = None,
+    train: TrainConfig | None = None,
 ) -> Profile:
     """The FLOP model of workers on this device: `cpu`, names of GPUs (a table knows published ones; of several with "+"
     between them the slowest counts), or "", which is taken for a CPU. A GPU that is neither in the table nor among the
     `measured` is timed for ten seconds where it is this process's own; else it is taken for an H100, and a note of the
-    profile says so."""
+    profile says so. `train` says in what it multiplies and sends; None: a GPU in bf16, a CPU in fp32."""
     parts = (model.dit, model.vae, model.text, geometry, model.image, _tiling_if_there(model.vae))
+    part = trained_part(model.dit)
     if device in ("", "cpu"):
-        return Profile.from_flops(*parts)
+        return Profile.from_flops(*parts, part=part, element_bytes=train.element_bytes if train is not None else 4)
+    train = train or TrainConfig(autocast="bfloat16")
     measured = measured or {}
     if device_speed(device, measured) is None:
         measured = {**measured, **_measured_here(device)}
-    known, notes = device_speed(device, measured), []
+    known, notes = device_speed(device, measured, train.products), []
     unlisted = [name for name in device.split("+") if name in measured]
     if unlisted:
         told = ", ".join(f"{name} {measured[name]:.0f} TFLOP/s" for name in unlisted)
@@ -172,13 +181,16 @@ def flop_profile(
         notes.append(assumption(device))
     profile = Profile.from_flops(
         *parts,
-        tflops=_EFFICIENCY * known.bf16_tflops,
+        tflops=_EFFICIENCY * known.peak_tflops(train.products),
+        encoder_tflops=_EFFICIENCY * known.bf16_tflops,
         exchange_gbps=_EFFICIENCY_OF_LINKS * known.link_gbps,
         host_gbps=_EFFICIENCY_OF_COPIES * known.host_gbps,
         text_flops_per_token=24.0 * model.text.d_model**2 * _layers_if_there(model.text),
-        vae_flops_per_pixel=None if model.vae.kind == "haar" else _vae_flops_per_pixel(model.vae),
+        vae_flops_per_pixel=None if model.vae.kind == "haar" else _vae_flops_per_pixel(model.vae, known, train),
         launch_s=_LAUNCH_S,
         device=device,
+        part=part,
+        element_bytes=train.element_bytes,
     )
     profile.notes.extend(notes)
     return profile
@@ -190,9 +202,11 @@ def assumption(device: str) -> str:
     return f"{what}: an H100's FLOPs are assumed. heddle profile measures cascades; a run corrects them as it goes."
 
 
-def _vae_flops_per_pixel(vae: VAEConfig) -> float:
-    """At the rate of bf16, of which TF32 is half: so fp32 is computed, unless train.tf32 is off."""
-    return _VAE_FLOPS_PER_PIXEL * (2 if vae.dtype_on("cuda") == "float32" else 1)
+def _vae_flops_per_pixel(vae: VAEConfig, device: DeviceSpeed, train: TrainConfig) -> float:
+    """As many as take as long at the rate of bf16 as the VAE's own in its precision."""
+    if vae.dtype_on("cuda") == "bfloat16":
+        return _VAE_FLOPS_PER_PIXEL
+    return _VAE_FLOPS_PER_PIXEL * device.bf16_tflops / device.peak_tflops("tf32" if train.allows_tf32 else "float32")
 
 
 def _measured_here(device: str) -> dict[str, float]:

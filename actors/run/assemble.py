@@ -62,7 +62,7 @@ from data.cache import kept_kinds
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import check_factors
+from ops.models.load import check_factors, trained_part
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -128,7 +128,7 @@ def start_controller(
         account=StepAccount(
             geometry=geometry,
             node_of=pool.node_of,
-            work=DiTWork.of(model.dit),
+            work=DiTWork.of(model.dit, trained_part(model.dit)),
             experts=tuple(expert.expert_name for expert in model.dit.experts),
         ),
         measured=training.is_measured or profile is not None,

@@ -86,7 +86,7 @@ class Executor:
         self.meter, self.name, self._ahead_s = meter or NoMeter(), name, ahead_s
         self.frame = FirstFrame.of(modules.config)
         self.attention = AttentionRoom.of(
-            modules.config.dit, train.memory.attention, self._activation_bytes(), device.type == "cuda"
+            modules.config.dit, train.memory.attention, train.element_bytes, device.type == "cuda"
         )
         self.store = EncodeStore()
         self.generation = -1
@@ -499,12 +499,6 @@ class Executor:
             beforehand=self._asked,
             in_halves=config.dit.in_halves,
         )
-
-    def _activation_bytes(self) -> int:
-        """Bytes of an element that attention gives."""
-        if self.train.autocast == "bfloat16":
-            return 2
-        return next(self.modules.dit.parameters()).element_size()
 
 
 def _whole() -> None:

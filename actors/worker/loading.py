@@ -218,9 +218,7 @@ class FirstWeights:
 def peak_tflops(device: torch.device, train: TrainConfig) -> float:
     """The peak of a worker's device in the precision in which the DiT multiplies: from the table of devices, else
     measured."""
-    precision: str = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
-    if precision == "float32" and train.allows_tf32:
-        precision = "tf32"
+    precision = train.products
     if device.type == "cuda" and (known := device_speed(torch.cuda.get_device_name(device))) is not None:
         return known.peak_tflops(precision)
     return matmul_tflops(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)

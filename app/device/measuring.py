@@ -29,6 +29,7 @@ from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledSha
 from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.models.config import ModelConfig
+from ops.models.load import trained_part
 from ops.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Measuring:
 
     def __init__(self, bench: SoloBench, together: BagSource, profile: Profile, out: Path, repeats: int) -> None:
         self._bench, self._together, self._profile, self._out, self._repeats = bench, together, profile, out, repeats
+        self._part = trained_part(bench.model.dit)
         self._device = bench.device.type
         self._bags: dict[tuple[int, int], MeasuredBag] = {}  # by degree and nodes
         self._rests = True  # this process has nothing on the device
@@ -201,7 +203,8 @@ class Measuring:
         self._profile.exchanges = (*self._profile.exchanges, *found)
         if line := exchange_speed(self._profile.exchanges):
             dit = self._bench.model.dit
-            self._profile.count_exchange(exchange_seconds(dit, line[1]), exchange_calls(dit))
+            seconds = exchange_seconds(dit, line[1], self._profile.element_bytes, self._part)
+            self._profile.count_exchange(seconds, exchange_calls(dit, self._part))
         speeds = ", ".join(
             f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
         )

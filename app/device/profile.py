@@ -47,6 +47,7 @@ from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import tiling_of
+from ops.models.load import trained_part
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def _empty_profile(
         tiling_of(model.vae),
         degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(device),
+        part=trained_part(model.dit),
+        element_bytes=config.train.element_bytes,
     )
     profile.setting = setting_of(model, profile.device if device.type == "cuda" else "cpu", config.train)
     return profile

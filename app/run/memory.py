@@ -51,7 +51,7 @@ def check_memory(config: RunConfig, device: WorkersDevice, fresh: bool = True) -
         return
     config = replace(config, workers=replace(config.workers, device="cuda" if gpu else "cpu"))
     model, geometry = resolve(config.model)
-    profile = profile_of(config.planner, model, geometry, device.name, measured=device.measured)
+    profile = profile_of(config.planner, model, geometry, device.name, config.train, device.measured)
     nodes = nodes_for(config, gpu)
     found = [size for node in nodes if node.sizes is not None for size in node.sizes.gpus]
     cluster = Cluster(

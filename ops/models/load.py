@@ -5,11 +5,14 @@ Importing this file costs nothing; torch, Diffusers and Transformers are importe
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import TrainedPart
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.seeded import drawn_from
@@ -262,6 +265,38 @@ def check_trained(config: DiTConfig, optimizer: str) -> None:
     skeleton = dit_skeleton(config)
     if optimizer == "muon":
         matrices_of(skeleton, slots(trainable(skeleton)))
+
+
+def trained_part(config: DiTConfig) -> TrainedPart:
+    """What of the transformer's blocks is trained; of patterns by the names of its weights. Weights in front of the
+    blocks have gradients through all of them. Raises ValueError for a pattern that names nothing."""
+    if not (config.train_only or config.lora_targets):
+        return config.usual_part
+    from ops.models.experts import transformers
+
+    parts = [_part_of(one) for one in transformers(dit_skeleton(config))]
+    return TrainedPart(
+        weights=statistics.fmean(part.weights for part in parts), blocks=statistics.fmean(part.blocks for part in parts)
+    )
+
+
+def _part_of(transformer: nn.Module) -> TrainedPart:
+    from ops.models.base.transformer import PackedTransformer
+    from ops.models.lora import projections
+
+    assert isinstance(transformer, PackedTransformer)
+    config, blocks = transformer.config, transformer.all_blocks()
+    count = sum(config.block_counts)
+    blocks = blocks[len(blocks) - count :]  # those of the text come before them
+    if config.spatial_temporal:  # these take turns
+        blocks = [block for pair in zip(blocks[: count // 2], blocks[count // 2 :], strict=True) for block in pair]
+    inside = {weight for block in blocks for weight in block.parameters()}
+    before = takewhile(lambda weight: weight not in inside, transformer.parameters())
+    trained = [number for number, block in enumerate(blocks) if any(one.requires_grad for one in block.parameters())]
+    first = 0 if any(weight.requires_grad for weight in before) else min(trained, default=count)
+    products = projections(transformer, config)
+    own = sum(weight.numel() for weight in products if weight.requires_grad)
+    return TrainedPart(weights=own / sum(weight.numel() for weight in products), blocks=1 - first / count)
 
 
 def bare_dit(config: DiTConfig) -> nn.Module:

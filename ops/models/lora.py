@@ -139,6 +139,12 @@ def _projections(layers: Iterable[str], config: DiTConfig) -> list[str]:
     return [name for name in layers if name.startswith(names.blocks) and name.endswith(names.projections)]
 
 
+def projections(module: nn.Module, config: DiTConfig) -> list[Tensor]:
+    """The weights, without factors, of the attention and MLP projections of a transformer's blocks."""
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    return [layers[name].weight for name in _projections(layers, config)]
+
+
 def _is_target(layer: str, pattern: str) -> bool:
     return fnmatchcase(layer, pattern) or fnmatchcase(layer, f"*.{pattern}")
 

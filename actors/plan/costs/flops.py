@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from actors.plan.costs.fit import Fit
 from actors.plan.costs.forms import TextCost
 from ops.models.base.config import DiTConfig
-from ops.models.base.flops import ForwardFlops
+from ops.models.base.flops import ALL_TRAINED, ForwardFlops, TrainedPart
 from ops.models.config import DTYPE_BYTES, ImageConfig, TextConfig, VAEConfig
 from ops.models.hunyuan.config import HunyuanConfig
 
@@ -22,28 +22,32 @@ def flop_coefficients(
     exchange_gbps: float,
     image_flops: float = 0.0,
     text_copies_s: float = 0.0,
+    encoder_tflops: float | None = None,
+    part: TrainedPart | None = None,
+    element_bytes: int = 4,
 ) -> dict[str, Fit]:
-    """The FLOP model of a transformer, by what its family says of a forward; 3 of them in training, 4 with recompute.
+    """The FLOP model of a transformer, by what its family says of a forward: 3 of them where all is trained, 4 with
+    recompute; of what `part` of it is trained (None: `usual_part`) less.
 
     `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE;
-    `text_copies_s` comes before every text cascade.
+    `text_copies_s` comes before every text cascade; encoders run at `encoder_tflops` (None: at `tflops`).
     Coefficients are of video tokens; what text costs beside them is in a load (`text_cost`). Ulysses moves 4
-    activations of width d per layer on each way, backward as many as forward; spatial-temporal parallelism one forward
-    and one backward (ScaleFusion, section 4.1).
+    activations of width d per layer on each way, backward as many as forward, each number in `element_bytes`;
+    spatial-temporal parallelism one forward and one backward (ScaleFusion, section 4.1).
     """
-    rate, forward = tflops * 1e12, dit.flops
+    rate, encoder_rate, forward = tflops * 1e12, (encoder_tflops or tflops) * 1e12, dit.flops
     layers = sum(dit.block_counts)
-    passes = 4.0 if dit.gradient_checkpointing else 3.0
-    linear, quadratic = passes * forward.video / rate, passes * forward.pair / rate
-    form, moved = "arachne", 4.0 * _ways(dit)
+    part, again = part or dit.usual_part, dit.gradient_checkpointing
+    linear, quadratic = part.products(again) * forward.video / rate, part.attention(again) * forward.pair / rate
+    form, moved = "arachne", 4.0 * part.ways(again)
     if forward.in_turn:  # by Ulysses every second block moves its activations
         form = "spatial_temporal" if forward.across < forward.pair else "spatial_temporal_text"
-        moved = 2.0 * _ways(dit) if dit.deals_heads else 2.0
-    exchange = layers * 4.0 * dit.dim * moved / (exchange_gbps * 1e9)
+        moved = 2.0 * part.ways(again) if dit.deals_heads else 2.0
+    exchange = layers * element_bytes * dit.dim * moved / (exchange_gbps * 1e9)
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),
-        "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, image_flops / rate)),
-        "text": _analytic("captions", (launch_s * 4 + text_copies_s, text_flops_per_token / rate)),
+        "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / encoder_rate, image_flops / encoder_rate)),
+        "text": _analytic("captions", (launch_s * 4 + text_copies_s, text_flops_per_token / encoder_rate)),
     }
 
 
@@ -59,6 +63,9 @@ def flop_costs(
     launch_s: float,
     exchange_gbps: float,
     host_gbps: float,
+    encoder_tflops: float | None = None,
+    part: TrainedPart | None = None,
+    element_bytes: int = 4,
 ) -> dict[str, Fit]:
     """The FLOP model of a transformer with its encoders; of those whose FLOPs are not given, by their settings. Weights
     of a text encoder that lie in host memory are copied for every cascade: as many as its products have."""
@@ -80,6 +87,9 @@ def flop_costs(
         image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
         launch_s=launch_s,
         exchange_gbps=exchange_gbps,
+        encoder_tflops=encoder_tflops,
+        part=part,
+        element_bytes=element_bytes,
     )
 
 
@@ -94,23 +104,24 @@ def text_cost(dit: DiTConfig) -> TextCost:
     )
 
 
-def exchange_seconds(dit: DiTConfig, bytes_per_s: float) -> float:
+def exchange_seconds(
+    dit: DiTConfig, bytes_per_s: float, element_bytes: int = 4, part: TrainedPart | None = None
+) -> float:
     """The coefficient of a transformer's all-to-alls, in training, where a member sends `bytes_per_s`."""
     nothing = {"vae_flops_per_pixel": 0.0, "text_flops_per_token": 0.0, "launch_s": 0.0}
-    return flop_coefficients(dit, 1.0, exchange_gbps=bytes_per_s / 1e9, **nothing)["dit"].coefficients[-1]
+    fits = flop_coefficients(
+        dit, 1.0, exchange_gbps=bytes_per_s / 1e9, part=part, element_bytes=element_bytes, **nothing
+    )
+    return fits["dit"].coefficients[-1]
 
 
-def exchange_calls(dit: DiTConfig) -> float:
+def exchange_calls(dit: DiTConfig, part: TrainedPart | None = None) -> float:
     """All-to-alls of a bag's training cascade: two around the attention of every block, on each of its ways
     (`ops.packed.sequence_parallel`). What travels in halves counts once: there are twice as many then, and attention
     hides a half. 0 where blocks are exchanged in slices."""
-    return 0.0 if dit.spatial_temporal else 2.0 * _ways(dit) * sum(dit.block_counts)
-
-
-def _ways(dit: DiTConfig) -> float:
-    """How often a training cascade's activations change hands: forward and backward, and forward again where
-    checkpointing computes them again. (In FLOPs a backward is two forwards.)"""
-    return 2.0 + dit.gradient_checkpointing
+    if dit.spatial_temporal:
+        return 0.0
+    return 2.0 * (part or dit.usual_part).ways(dit.gradient_checkpointing) * sum(dit.block_counts)
 
 
 def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:
@@ -124,33 +135,34 @@ class DiTWork:
 
     forward: ForwardFlops
     recomputes: bool  # gradient checkpointing computes every forward once more
-    # LoRA and train_only: of products with frozen weights the backward computes one side of two. What few trained
-    # weights take besides is not counted
-    frozen: bool = False
+    part: TrainedPart = ALL_TRAINED
 
     @classmethod
-    def of(cls, dit: DiTConfig) -> DiTWork:
-        frozen = dit.lora_rank > 0 or bool(dit.train_only)
-        return cls(forward=dit.flops, recomputes=dit.gradient_checkpointing, frozen=frozen)
+    def of(cls, dit: DiTConfig, part: TrainedPart | None = None) -> DiTWork:
+        """`part` of it that is trained; None: `usual_part`."""
+        return cls(forward=dit.flops, recomputes=dit.gradient_checkpointing, part=part or dit.usual_part)
 
     def model_tflop(self, samples: int, tokens: int, text: int = 0, frames: int = 1) -> float:
-        """TFLOP of forward and backward of `samples` samples of video tokens and rows of text: three times the forward,
-        without what checkpointing computes again. This is what MFU counts (PaLM, appendix B). Blocks that attend in
-        turn also ask over how many frames the tokens lie."""
-        linear, attention = self.forward.linear(tokens, text), self.forward.attention(tokens, text, frames)
-        return samples * ((2.0 if self.frozen else 3.0) * linear + 3.0 * attention) / 1e12
+        """TFLOP of forward and backward of `samples` samples of video tokens and rows of text: three times the forward
+        where all weights are trained, without what checkpointing computes again. This is what MFU counts (PaLM,
+        appendix B). Blocks that attend in turn also ask over how many frames the tokens lie."""
+        return samples * self._tflop(False, tokens, text, frames)
 
     def attention_again_tflop(self, tokens: int, text: int = 0, frames: int = 1) -> float:
         """TFLOP of the attention of one sample that checkpointing computes again, unless a cascade keeps it."""
-        return self.recomputes * self.forward.attention(tokens, text, frames) / 1e12
+        again = self.part.attention(self.recomputes) - self.part.attention(False)
+        return again * self.forward.attention(tokens, text, frames) / 1e12
 
     def computed_tflop(self, samples: int, tokens: int, text: int = 0, frames: int = 1) -> float:
         """The same with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2): what HFU counts."""
-        again = self.forward.linear(tokens, text) + self.forward.attention(tokens, text, frames)
-        return self.model_tflop(samples, tokens, text, frames) + samples * self.recomputes * again / 1e12
+        return samples * self._tflop(self.recomputes, tokens, text, frames)
+
+    def _tflop(self, again: bool, tokens: int, text: int, frames: int) -> float:
+        linear, attention = self.forward.linear(tokens, text), self.forward.attention(tokens, text, frames)
+        return (self.part.products(again) * linear + self.part.attention(again) * attention) / 1e12
 
 
-# HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
+# HunyuanVideo in bf16 on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
     HunyuanConfig(
         num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True
@@ -160,4 +172,5 @@ PRIORS = flop_coefficients(
     text_flops_per_token=1e10,
     launch_s=2e-5,
     exchange_gbps=100.0,
+    element_bytes=2,
 )

@@ -71,6 +71,7 @@ class KnownCosts:
     handoffs: tuple[HandoffPoint, ...] = ()  # as measured
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
+    element_bytes: int = 4  # of what its bags send, as `exchange_s` counts them
     exchange_calls: float = 0.0  # how many of them a cascade makes; 0: not known
     geometry: Geometry = field(default_factory=Geometry)
     # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.

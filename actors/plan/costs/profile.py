@@ -24,6 +24,7 @@ from actors.plan.types import MODULES, Module, refuse_degrees
 from ops.degrees import MOST_DEGREE
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import TrainedPart
 from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 
@@ -52,14 +53,19 @@ class Profile(CascadePrices):
         launch_s: float = 2e-4,
         exchange_gbps: float = 1.0,
         host_gbps: float = math.inf,
+        encoder_tflops: float | None = None,
+        part: TrainedPart | None = None,
+        element_bytes: int = 4,
         degrees: Sequence[int] = (),
         max_degree: int = MOST_DEGREE,
         device: str = "cpu",
     ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
-        `host_gbps`: GB/s of copies from host memory. The defaults fit a CPU core with small models. DiT degrees are
-        the usual ones (`DiTConfig.degrees`).
+        `host_gbps`: GB/s of copies from host memory. `encoder_tflops`: of encoders, where the transformer multiplies in
+        another precision. `part`: what of the transformer is trained (None: `usual_part`). `element_bytes`: of what
+        its bags send. The defaults fit a CPU core with small models. DiT degrees are the usual ones
+        (`DiTConfig.degrees`).
         """
         heads = dit.num_heads if dit.deals_heads else None
         refuse_degrees(degrees)
@@ -74,6 +80,9 @@ class Profile(CascadePrices):
             launch_s=launch_s,
             exchange_gbps=exchange_gbps,
             host_gbps=host_gbps,
+            encoder_tflops=encoder_tflops,
+            part=part,
+            element_bytes=element_bytes,
         )
         return cls(
             model=dit.architecture,
@@ -81,9 +90,10 @@ class Profile(CascadePrices):
             source="FLOP model",
             models=fits,
             num_heads=heads,
-            row_bytes=exchange_seconds(dit, 1.0),
+            row_bytes=exchange_seconds(dit, 1.0, element_bytes, part),
+            element_bytes=element_bytes,
             latent_channels=dit.out_channels,
-            sliced=SlicedBlocks.of(dit, fits["dit"]),
+            sliced=SlicedBlocks.of(dit, fits["dit"], part or dit.usual_part),
             halved=HalvedHeads.of(dit, device),
             text_cost=text_cost(dit),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},

@@ -91,6 +91,7 @@ class ProfileFile:
     remainders: tuple[RemainderPoint, ...] = ()
     exchanges: tuple[ExchangePoint, ...] = ()
     exchange_s: float = 0.0
+    element_bytes: int = 0  # by which exchange_s was found; 0: of a file from before bf16 counted as 2, by 4
     exchange_calls: float = 0.0
     handoffs: tuple[HandoffPoint, ...] = ()
     over_nodes: tuple[SpanningPoint, ...] = ()
@@ -102,7 +103,7 @@ class ProfileFile:
     needs: KnownNeeds = field(default_factory=KnownNeeds)
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "exchange_s", "exchange_calls")
+        refuse_below(0, self, "exchange_s", "exchange_calls", "element_bytes")
         if not (
             self.latency or self.ran_over_nodes or self.needs.kinds
         ):  # of a run that soon lacked memory: no seconds
@@ -117,6 +118,16 @@ class ProfileFile:
                 "residual is 'xgboost', and that package is not installed. Install Heddle with its extra "
                 "(pip install -e '.[xgboost]'), or set residual to 'none'."
             )
+
+    @property
+    def sends(self) -> int:
+        """Bytes of a number that bags send."""
+        return self.element_bytes or (2 if self.setting is not None and "bfloat16" in self.setting.precision else 4)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """`exchange_s` by what is sent."""
+        return self.exchange_s if self.element_bytes else self.exchange_s * self.sends / 4
 
     @property
     def heads(self) -> int | None:

@@ -46,9 +46,11 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:  # JSON, wh
     except ConfigError as error:
         raise PlanError(f"{name}: {error}") from None
     profile = Profile(
-        **{key: getattr(file, key) for key in _SAME},
+        **{key: getattr(file, key) for key in _SAME if key not in ("element_bytes", "exchange_s")},
         degrees={module: tuple(sorted(set(degrees))) for module, degrees in file.degrees.items()},
         num_heads=file.heads,
+        element_bytes=file.sends,
+        exchange_s=file.exchange_seconds,
         measured={point.key: point.seconds for point in file.latency},
         runs={point.key: (point.count, point.text_tokens) for point in file.latency if point.count},
         spread={point.key: point.spread for point in file.latency if point.spread is not None},

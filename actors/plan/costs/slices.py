@@ -13,6 +13,7 @@ from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.fit import Fit, model_from, with_exchange
 from actors.plan.costs.forms import Load
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import TrainedPart
 from ops.spatial_temporal.choice import SliceRates, choose
 from ops.spatial_temporal.slicing import Slicing
 
@@ -22,20 +23,26 @@ class SlicedBlocks:
     """What a price needs to know of a transformer whose bags run by spatial-temporal parallelism."""
 
     blocks: int  # of both kinds
-    passes: float  # a training pass in forwards: 3, with recomputation 4
+    part: TrainedPart  # how many forwards a training pass is
+    again: bool  # blocks are computed again in the backward
     slicing: Slicing
     text_share: float  # of the blocks, that attend to the text: all spatial ones
     prior: Fit  # the FLOP model
 
     @classmethod
-    def of(cls, dit: DiTConfig, prior: Fit) -> SlicedBlocks | None:
+    def of(cls, dit: DiTConfig, prior: Fit, part: TrainedPart) -> SlicedBlocks | None:
         """None for a transformer that runs by Ulysses."""
         slicing = dit.slicing
         if slicing is None:
             return None
-        passes = 4.0 if dit.gradient_checkpointing else 3.0
-        share = dit.flops.across / dit.flops.pair
-        return cls(blocks=sum(dit.block_counts), passes=passes, slicing=slicing, text_share=share, prior=prior)
+        return cls(
+            blocks=sum(dit.block_counts),
+            part=part,
+            again=dit.gradient_checkpointing,
+            slicing=slicing,
+            text_share=dit.flops.across / dit.flops.pair,
+            prior=prior,
+        )
 
     def rates(
         self,
@@ -50,15 +57,15 @@ class SlicedBlocks:
         kernels."""
         found = model_from("dit", self.prior, loads, seconds, device, False, exchange_s)[0] if loads else self.prior
         constant, linear, attention, comm = with_exchange(found, exchange_s or self.prior.coefficients[-1]).coefficients
-        forwards = self.passes * self.blocks
+        products = self.part.products(self.again)
         line = exchange_speed(exchanges)
         return SliceRates(
-            row_s=linear / forwards,
-            key_s=attention / forwards,
+            row_s=linear / (products * self.blocks),
+            key_s=attention / (self.part.attention(self.again) * self.blocks),
             moved_s=comm / (2 * self.blocks),  # once forward and once backward
-            slice_s=constant / forwards,
+            slice_s=constant / (products * self.blocks),
             part_s=self.prior.coefficients[0] / self.blocks if line is None else line[0],
-            backward=self.passes - 1,
+            backward=products - 1,  # attention within a frame or along a position is little beside products
             temporal_text=2 * self.text_share - 1,
         ).rounded()
 

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from ops.attention.table import AttentionSetting
 from ops.config import Diffusion, Spacing
 from ops.degrees import SequenceSetting, default_degrees
-from ops.models.base.flops import ForwardFlops
+from ops.models.base.flops import ALL_TRAINED, ForwardFlops, TrainedPart
 from ops.ranges import above, between, check_numbers
 from ops.spatial_temporal.slicing import Slicing
 
@@ -371,6 +371,12 @@ class DiTConfig:
     def freezes_blocks(self) -> bool:
         """Whether some weights of blocks are not trained."""
         return self.lora_rank > 0 or bool(self.train_only)
+
+    @property
+    def usual_part(self) -> TrainedPart:
+        """What is trained, without a look at the names of weights (`ops.models.load.trained_part`): all, or so little
+        in every block that its own gradients do not count."""
+        return TrainedPart(weights=0.0) if self.freezes_blocks else ALL_TRAINED
 
     @property
     def block_counts(self) -> tuple[int, ...]:

@@ -37,6 +37,35 @@ class ForwardFlops:
         return tokens * (self.pair * met + self.across * text) + self.within * text * text
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedPart:
+    """What of the blocks is trained, as far as it decides what a training pass computes of its forward. Gradients go
+    back to the first block that has a trained weight, and only there gradient checkpointing computes `again`; a product
+    costs one forward more for the gradient of its rows, and one for that of its weights where these are trained.
+
+    >>> TrainedPart().products(again=False), TrainedPart(weights=0.0).products(again=False)  # LoRA: nothing of weights
+    (3.0, 2.0)
+    """
+
+    weights: float = 1.0  # share of the weights of products that have gradients
+    blocks: float = 1.0  # share of the blocks through which gradients go
+
+    def products(self, again: bool) -> float:
+        """Products with weights of a pass, in those of its forward."""
+        return 1.0 + self.blocks * (1.0 + again) + self.weights
+
+    def attention(self, again: bool) -> float:
+        """The same of attention, whose backward is two forwards."""
+        return 1.0 + self.blocks * (2.0 + again)
+
+    def ways(self, again: bool) -> float:
+        """How often activations of a bag change hands, in what a forward moves: backward as often as forward."""
+        return 1.0 + self.blocks * (1.0 + again)
+
+
+ALL_TRAINED = TrainedPart()
+
+
 def joint_flops(blocks: int, dim: int, ffn_dim: int) -> ForwardFlops:
     """Blocks through which text and video go as one sequence, with weights of one size."""
     row, pair = blocks * (8.0 * dim * dim + 4.0 * dim * ffn_dim), blocks * 4.0 * dim

@@ -17,7 +17,7 @@ from actors.plan.measures import (
     wait_sync,
     workload_imbalance,
 )
-from ops.models.base.flops import joint_flops
+from ops.models.base.flops import TrainedPart, joint_flops
 from ops.models.latte.config import LatteConfig
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
@@ -129,7 +129,7 @@ def test_text_that_is_read_costs_keys_and_values_on_every_member_of_a_bag() -> N
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     full = DiTWork(forward=joint_flops(1, 2, 8), recomputes=False)
-    lora = replace(full, frozen=True)
+    lora = replace(full, part=TrainedPart(weights=0.0))
     linear, attention = 10 * (8 * 4 + 4 * 2 * 8), 4 * 100 * 2
     assert full.model_tflop(1, 10) == pytest.approx((3 * linear + 3 * attention) / 1e12)
     assert lora.model_tflop(1, 10) == pytest.approx((2 * linear + 3 * attention) / 1e12)
