@@ -330,7 +330,7 @@ class TrainConfig:
 
     @property
     def element_bytes(self) -> int:
-        """Of a number that attention gives, and that the transformer's bags send, forward and backward."""
+        """Bytes of a number that attention gives, and that the transformer's bags send, forward and backward."""
         return 2 if self.products == "bfloat16" else 4
 
     def places(self, weights: int, device: str, fetchable: bool = False) -> tuple[Places, ...]:

@@ -88,7 +88,6 @@ class Measuring:
 
     def __init__(self, bench: SoloBench, together: BagSource, profile: Profile, out: Path, repeats: int) -> None:
         self._bench, self._together, self._profile, self._out, self._repeats = bench, together, profile, out, repeats
-        self._part = trained_part(bench.model.dit)
         self._device = bench.device.type
         self._bags: dict[tuple[int, int], MeasuredBag] = {}  # by degree and nodes
         self._rests = True  # this process has nothing on the device
@@ -203,8 +202,9 @@ class Measuring:
         self._profile.exchanges = (*self._profile.exchanges, *found)
         if line := exchange_speed(self._profile.exchanges):
             dit = self._bench.model.dit
-            seconds = exchange_seconds(dit, line[1], self._profile.element_bytes, self._part)
-            self._profile.count_exchange(seconds, exchange_calls(dit, self._part))
+            part = trained_part(dit)
+            seconds = exchange_seconds(dit, line[1], self._profile.element_bytes, part)
+            self._profile.count_exchange(seconds, exchange_calls(dit, part))
         speeds = ", ".join(
             f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
         )

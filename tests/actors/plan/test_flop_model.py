@@ -59,7 +59,7 @@ def passed(config: DiTConfig, dtype: torch.dtype, group: Group, autocast: bool =
 
 
 def linear_flops(config: DiTConfig) -> int:
-    """Of all products of a pass but those of attention, as PyTorch counts them."""
+    """FLOPs of all products of a pass but those of attention, as PyTorch counts them."""
     with FlopCounterMode(display=False) as counter:
         passed(config, torch.float32, Group.solo())
     of_ops = counter.get_flop_counts()["Global"]
@@ -80,7 +80,8 @@ def linear_flops(config: DiTConfig) -> int:
     ids=str,
 )
 def test_products_are_those_that_pytorch_counts(changed: dict[str, Any], checkpointing: bool) -> None:
-    """Of frozen weights a backward computes one side of two; in front of the first trained block it computes none."""
+    """A backward computes one side of two of a product with frozen weights, and nothing before the first trained
+    block."""
     config = replace(WAN, gradient_checkpointing=checkpointing, **changed)
     part, whole = trained_part(config), replace(WAN, gradient_checkpointing=checkpointing)
     counted = linear_flops(config) / linear_flops(whole)
@@ -91,7 +92,7 @@ def test_products_are_those_that_pytorch_counts(changed: dict[str, Any], checkpo
 
 
 def test_lora_computes_as_much_backward_as_forward() -> None:
-    """Of a DiT whose weights are frozen: two forwards of products and three of attention, one more with checkpointing.
+    """A DiT whose weights are frozen has two forwards of products and three of attention, one more with checkpointing.
     A price is what a run counts as computed."""
     for checkpointing in (False, True):
         lora = replace(WAN_14B, lora_rank=32, gradient_checkpointing=checkpointing)
@@ -231,3 +232,12 @@ def test_a_file_that_counted_four_bytes_of_what_bags_send_is_read_by_what_they_d
     assert found.exchange_s == now * 6e-5
     again = read_profile(profile_json(found))
     assert (again.exchange_s, again.element_bytes) == (found.exchange_s, 4 * now)
+
+
+def test_a_gpu_that_no_table_lists_has_half_of_its_bf16_in_fp32() -> None:
+    model, measured = ModelConfig(dit=WAN_14B), {"NVIDIA GeForce RTX 4070": 58.0}
+    bf16, fp32 = (
+        flop_profile(model, GEOMETRY, "NVIDIA GeForce RTX 4070", measured, train).models["dit"].coefficients[1]
+        for train in (BF16, FP32)
+    )
+    assert fp32 == pytest.approx(2 * bf16)
