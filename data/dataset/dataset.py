@@ -119,8 +119,8 @@ class Dataset:
         return state.step
 
     def resize(self, decision: BatchSizes) -> None:
-        """Batches have these sizes from a step on; what is known of later steps is forgotten. The token of every step
-        says so from now on."""
+        """Batches have these sizes from a step on; what is known of later steps is forgotten. The tokens of steps whose
+        near future depends on it say so from now on."""
         self._positions.forget_after(decision.from_step)
         self.planner.adopt([decision])
         self._steps = OrderedDict((n, step) for n, step in self._steps.items() if n < decision.from_step)

@@ -152,7 +152,7 @@ class RayEngine:
         if self._leads and not self._others:
             self._others = [self._other(number) for number in range(1, self.share[1])]
         self.dataset.rewind_draws(first_step)
-        started = [other.start.remote(self.dataset.token(first_step), avoid) for other in self._others]
+        started = [other.start.remote(self._shared_position(first_step), avoid) for other in self._others]
         self._held, self._next = {}, first_step
         work = self._work(first_step)
         self._blocks = Blocks(work, self._needs_pixels, self.config, gate, self._ahead, self._names, avoid)
@@ -201,6 +201,14 @@ class RayEngine:
         settings = (data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
         handle: ShareHandle = actor.options(num_cpus=0, label_selector=elsewhere(self._avoid)).remote(*settings)
         return handle
+
+    def _shared_position(self, step: int) -> DataToken:
+        """Of a further feeder, whom nobody tells of decisions on batch sizes after it: with all of them, where a token
+        has those of its near future."""
+        position = self.dataset.token(step)
+        if decided := self.dataset.planner.resized:
+            position["resized"] = [one.to_json() for one in decided]
+        return position
 
     def _close_blocks(self) -> None:
         if self._blocks is not None:

@@ -24,6 +24,8 @@ from data.config import (
     SourceConfig,
 )
 from data.dataset.dataset import Dataset
+from data.dataset.order import LATER_SIZES
+from data.dataset.order_state import BatchSizes
 from data.decode import decode_job
 from data.engines.blocks import as_batch
 from data.engines.executions import GROWING, KEPT, growing
@@ -366,3 +368,23 @@ def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> No
     assert found == reference(clips, 2, 5)
     # samples of the steps before the start count as delivered
     assert counts["delivered"] == sum(item.batch for step in range(5) for item in data.step(step).items)
+
+
+def test_further_feeders_know_every_decision_on_batch_sizes(
+    cluster: None, clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went back has more of them ahead than a position has: others' clips were trained from there on."""
+    data = dataset(clips)
+    last = 2 + LATER_SIZES
+    for step in range(1, last):
+        data.resize(BatchSizes(from_step=step, sizes=dict.fromkeys(data.batch_sizes(), 1 + step % 2)))
+    engine = RayEngine(data, replace(data.config, engine=replace(data.config.engine, feeders=2)))
+    engine.start(0)
+    try:
+        for step in range(last + 2):
+            delivered = [as_batch(ray.get(reference)).keys for reference in engine.batches(step)]
+            planned = [[sample.key for sample in item.samples] for item in data.step(step).items]
+            assert delivered == planned, step
+            engine.release(step)
+    finally:
+        engine.stop()
