@@ -44,13 +44,26 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
         device=device,
         attention=name_of(dit.attention),
         backend=_backend_of(model, device, train) if train is not None else "",
-        precision=f"{train.parameter_dtype}, autocast {train.autocast}" if train is not None else "",
-        checkpointing=("on" if dit.gradient_checkpointing else "off") + ", compiled blocks" * (dit.compile is True),
+        precision=_precision_of(train, kind) if train is not None else "",
+        checkpointing=("on" if dit.gradient_checkpointing else "off") + _blocks_by(dit, kind),
         trained=_trained(dit),
         frozen=_frozen(dit, train) if train is not None and kind == "cuda" else "",
         vae=_vae_of(model.vae, kind),
         text=_text_of(model.text, kind),
     )
+
+
+def _precision_of(train: TrainConfig, device: str) -> str:
+    said = f"{train.parameter_dtype}, autocast {train.autocast}"
+    if device == "cpu" or train.allows_tf32 == (train.products == "bfloat16"):
+        return said
+    return f"{said}, {'with' if train.allows_tf32 else 'without'} TF32"
+
+
+def _blocks_by(dit: DiTConfig, device: str) -> str:
+    if device == "cuda" and dit.cuda_graphs and dit.compiles:
+        return ", CUDA graphs"
+    return ", compiled blocks" if dit.compile is True else ""
 
 
 def _trained(dit: DiTConfig) -> str:

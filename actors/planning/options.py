@@ -134,7 +134,7 @@ def update_kind(train: TrainConfig, weights: int, device: str) -> str:
     places = train.places(weights, "cpu" if device in ("", "cpu") else "cuda")
     ema = "EMA" if train.optimizer.ema_decay > 0 else "no EMA"
     ways = (f"{p.gradients}/{p.state}{'/fetched' if p.parameters == 'node' else ''}" for p in places)
-    kind = "prodigy, " if train.optimizer.kind == "prodigy" else ""  # it passes over the state twice
+    kind = f"{train.optimizer.kind}, " if train.optimizer.kind != "adamw" else ""
     return f"{train.sync} {train.parameter_dtype}, {kind}{ema}, {', '.join(ways)}"
 
 

@@ -35,6 +35,28 @@ def of_dit(**settings: object) -> ProfiledSetting:
     return setting_of(replace(MODEL, dit=replace(MODEL.dit, **settings)), "cpu", TRAIN)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "float32, autocast none"),
+        ({"tf32": "on"}, "float32, autocast none, with TF32"),
+        ({"autocast": "bfloat16"}, "float32, autocast bfloat16"),
+        ({"autocast": "bfloat16", "tf32": "off"}, "float32, autocast bfloat16, without TF32"),
+    ],
+)
+def test_costs_in_another_precision_are_of_another_setting(settings: dict[str, str], said: str) -> None:
+    train = TrainConfig(**settings)  # type: ignore[arg-type]
+    assert setting_of(MODEL, "H100", train).precision == said
+    assert "TF32" not in setting_of(MODEL, "cpu", train).precision
+
+
+@pytest.mark.parametrize("graphs", [True, "auto"])
+def test_costs_by_graphs_are_of_another_setting(graphs: bool | str) -> None:
+    by_graphs = replace(MODEL, dit=replace(MODEL.dit, cuda_graphs=graphs))  # type: ignore[arg-type]
+    assert setting_of(by_graphs, "H100").checkpointing == setting_of(MODEL, "H100").checkpointing + ", CUDA graphs"
+    assert setting_of(by_graphs, "cpu") == setting_of(MODEL, "cpu")
+
+
 def learned() -> Profile:
     profile = Profile.from_flops(MODEL.dit)
     for batch in (1, 2, 3):

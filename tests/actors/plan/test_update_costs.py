@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -46,6 +47,19 @@ def finish(worker_s: float, workers: int = 2, step: int = 0) -> Span:
     return Span(
         name="finish", module="finish", cascade="", step=step, start=10.0, end=10.0 + worker_s, degree=workers
     )  # fmt: skip
+
+
+KINDS: tuple[Literal["adamw", "muon", "prodigy"], ...] = ("adamw", "muon", "prodigy")
+
+
+def test_no_optimizer_takes_what_the_end_of_a_step_took_with_another() -> None:
+    kinds = {
+        name: update_kind(TrainConfig(optimizer=OptimizerConfig(kind=name, learning_rate=1.0)), WEIGHTS, "cpu")
+        for name in KINDS
+    }
+    assert len(set(kinds.values())) == 3
+    for name, kind in kinds.items():
+        assert bool(costs((1, 0.1)).of_run(kind, WEIGHTS).points) == (name == "adamw")
 
 
 def test_measured_numbers_of_workers_stand_and_a_law_is_between_them() -> None:
