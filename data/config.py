@@ -354,6 +354,11 @@ class EngineConfig:
             clip_timeout_s=above(0, SECONDS),
             decode_cpus=between(0, 1 << 16),
         )
+        if self.kind == "pool" and self.feeders > 1:
+            raise ValueError(
+                f"data.engine.feeders is {self.feeders}, and data.engine.kind pool has one, whose processes are "
+                f"data.engine.decode_workers. Leave it at 1, or set kind to ray."
+            )
         if not re.fullmatch(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*", self.decoder):
             raise ValueError(
                 f"data.engine.decoder {self.decoder!r} is not module:function, such as data.decode:decode_clip."

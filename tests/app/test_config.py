@@ -593,6 +593,13 @@ def test_a_decoder_is_named_as_a_function_of_a_module_and_noted_where_that_is_mi
         assert f"of the module {module}, which this machine does not have" in note
 
 
+def test_processes_of_one_machine_have_one_feeder() -> None:
+    path = ROOT / "configs" / "runs" / "demo.yaml"
+    with pytest.raises(ConfigError, match=r"data\.engine\.feeders is 4, and data\.engine\.kind pool has one"):
+        RunConfig.load(path, ["data.engine.kind=pool", "data.engine.feeders=4"])
+    assert RunConfig.load(path, ["data.engine.kind=pool"]).data.engine.feeders == 1
+
+
 def test_a_transformer_of_pictures_is_given_pictures() -> None:
     path = ROOT / "configs" / "runs" / "flux-tiny.yaml"
     with pytest.raises(ConfigError, match=r"data.buckets has clips of 9 frames, .* is for pictures"):
