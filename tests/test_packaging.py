@@ -123,6 +123,21 @@ def test_the_kubernetes_job_works_where_its_claim_holds_data_and_models() -> Non
             assert mounts == [container["workingDir"]], container["name"]
 
 
+def test_pods_of_the_kubernetes_job_may_use_what_they_are_given_and_write_the_same_files() -> None:
+    """A capability that is added goes to processes of root alone; the image's own user has none of it."""
+    (uid,) = re.findall(r"useradd .*--uid (\d+)", (ROOT / "docker" / "Dockerfile").read_text())
+    cluster = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    users = set()
+    for pod in pods:
+        assert pod["securityContext"]["fsGroup"] == int(uid), "a claim of root's is not written by the image's user"
+        for container in pod["containers"]:
+            own = pod["securityContext"] | container.get("securityContext", {})
+            users.add(own.get("runAsUser", int(uid)))
+            assert own.get("runAsUser") == 0 or not own.get("capabilities", {}).get("add"), container["name"]
+    assert len(users) == 1, "head and workers write to the run's folder"
+
+
 def stages() -> dict[str, str]:
     """Text of each stage of the Dockerfile, with that of the stage it starts from."""
     text = (ROOT / "docker" / "Dockerfile").read_text()

@@ -54,7 +54,10 @@ def check_place(folder: Path) -> None:
         if not parent.is_dir():
             raise ConfigError(f"run directory {folder} cannot be made: {parent} is a file; choose another run.dir.")
     if not os.access(above[0], os.W_OK | os.X_OK):
-        raise ConfigError(f"run directory {folder} cannot be made: {above[0]} is read-only; choose another run.dir.")
+        why = f"may not be written by user {os.geteuid()}"
+        if os.statvfs(above[0]).f_flag & os.ST_RDONLY:
+            why = "is read-only"
+        raise ConfigError(f"run directory {folder} cannot be made: {above[0]} {why}; choose another run.dir.")
 
 
 def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = False) -> Path:

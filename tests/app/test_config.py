@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -413,9 +414,16 @@ def test_a_run_directory_is_made_once(tmp_path: Path) -> None:
         prepare_run_dir(config)
 
 
-def test_a_run_below_a_folder_that_is_read_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "flags, why", [(os.ST_RDONLY, "is read-only"), (0, f"may not be written by user {os.geteuid()}")]
+)
+def test_a_run_below_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, why: str
+) -> None:
+    """A claim of a cluster that belongs to another user was called read-only."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ConfigError, match=rf"cannot be made: {tmp_path} is read-only; choose another run.dir"):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    with pytest.raises(ConfigError, match=rf"cannot be made: {tmp_path} {why}; choose another run.dir"):
         prepare_run_dir(load(tmp_path, "", f"run.dir={tmp_path / 'runs' / 'mine'}"))
 
 
