@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from app.check.looks import look_at
 from app.inputs.checkpoints import checkpoint_folder
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
+from data.storage import is_local
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -38,32 +39,46 @@ def run_check(config: RunConfig | None, *, as_json: bool = False) -> int:
 
 @contextmanager
 def marked(config: RunConfig | None) -> Iterator[RunPaths]:
-    """The local files of a run, and for so long a marker in its folder, or in the nearest one above that exists. Raises
-    ConfigError where it cannot be written."""
+    """The local files of a run, and for so long a marker in its folder and in that of its cache, or in the nearest one
+    above that exists. Raises ConfigError where there can be none in the run's."""
     if config is None:
         yield RunPaths()
         return
-    model = config.model
+    model, cache = config.model, config.data.cache
     paths = (model.dit.path, model.vae.path, model.text.path, None if model.image is None else model.image.path)
     folders = [path for path in paths if path is not None]
     if config.train.init_from and not complete(root_of(run_dir(config))):  # a run with a state does not read it
         folders.append(str(checkpoint_folder(Path(config.train.init_from))))
     sources = (*config.data.sources, *(config.validation.sources if config.validation.every else ()))
-    above = next(place for place in (Path(config.run.dir), *Path(config.run.dir).parents) if place.is_dir())
-    marker = above / f".heddle-check-{uuid.uuid4().hex}"
-    try:
-        marker.write_text("", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir {config.run.dir} cannot be written ({error.strerror}). Name another folder."
-        ) from None
-    try:
+    with ExitStack() as gone:
+        try:
+            marker = gone.enter_context(_marker_in(config.run.dir))
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir {config.run.dir} cannot be written ({error.strerror}). Name another folder."
+            ) from None
+        cache_marker = ""
+        if cache.path:
+            with suppress(OSError):  # a cache that this user may only read is there or not
+                cache_marker = gone.enter_context(_marker_in(cache.path))
         yield RunPaths(
-            marker=str(marker),
+            marker=marker,
             run_dir=config.run.dir,
+            cache_marker=cache_marker,
+            cache=cache.path,
             sources=tuple(source.path for source in sources if not source.synthetic),
+            media=tuple(dict.fromkeys(source.media for source in sources if source.media and is_local(source.media))),
             folders=tuple(dict.fromkeys(folders)),
         )
+
+
+@contextmanager
+def _marker_in(folder: str) -> Iterator[str]:
+    above = next(place for place in (Path(folder), *Path(folder).parents) if place.is_dir())
+    marker = above / f".heddle-check-{uuid.uuid4().hex}"
+    marker.write_text("", encoding="utf-8")
+    try:
+        yield str(marker)
     finally:
         with suppress(OSError):
             os.unlink(marker)

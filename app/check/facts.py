@@ -26,7 +26,10 @@ class RunPaths:
 
     marker: str = ""  # a file in the run's folder, or above it, that the command has just written; "": no run
     run_dir: str = ""
+    cache_marker: str = ""  # a file of that kind in the cache's folder; "": it may only be read, or there is none
+    cache: str = ""
     sources: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()  # folders of the clips that tables name
     folders: tuple[str, ...] = ()  # of models
 
 
@@ -87,21 +90,39 @@ def node_facts(node: str, paths: RunPaths, store_gib: float | None) -> NodeFacts
 def hidden(paths: RunPaths) -> dict[str, str]:
     """What of a run's files cannot be used here, and why."""
     from data.errors import DataError
-    from data.storage import check_there
+    from data.storage import check_there, local_path
 
     found = {}
     if paths.marker:
-        above = Path(paths.marker).parent
-        if not Path(paths.marker).is_file():
-            found[paths.run_dir] = "it is not the folder that the others see"
-        elif not os.access(above, os.W_OK):
-            found[paths.run_dir] = "it cannot be written there"
+        found[paths.run_dir] = _unshared(paths.marker)
+    if paths.cache:
+        found[paths.cache] = _unshared(paths.cache_marker) if paths.cache_marker else _empty(paths.cache)
     for source in paths.sources:
         try:
             check_there(source)
         except DataError as error:
             found[source] = str(error).removesuffix(".")
-    return found | {folder: "it is not there" for folder in paths.folders if not Path(folder).is_dir()}
+    found |= {folder: _empty(local_path(folder)) for folder in paths.media}
+    found |= {folder: "it is not there" for folder in paths.folders if not Path(folder).is_dir()}
+    return {path: why for path, why in found.items() if why}
+
+
+def _unshared(marker: str) -> str:
+    """Why the folder of a marker is not the one in which it was made, or cannot be used; empty: it can."""
+    if not Path(marker).is_file():
+        return "it is not the folder that the others see"
+    return "" if os.access(Path(marker).parent, os.W_OK) else "it cannot be written there"
+
+
+def _empty(folder: str) -> str:
+    """Why there is nothing in a folder, as in a mount point without its mount; empty: there is something."""
+    try:
+        with os.scandir(folder) as entries:
+            return "" if next(entries, None) else "it is empty there"
+    except (FileNotFoundError, NotADirectoryError):
+        return "it is not there"
+    except OSError as error:
+        return f"it cannot be listed there ({error.strerror})"
 
 
 def digest_of(folder: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -245,6 +246,48 @@ def test_the_marker_of_a_run_is_gone_afterwards(tmp_path: Path) -> None:
     closed = from_here(RunConfig.load(DEMO, ["run.dir=/proc/runs"]))
     with pytest.raises(ConfigError, match=r"run\.dir /proc/runs cannot be written"), marked(closed):
         pass
+
+
+@pytest.mark.parametrize("lacks", ["the folder", "its mount"])
+def test_a_node_without_the_clips_of_a_table_is_told(tmp_path: Path, lacks: str) -> None:
+    """A node had the table, and not the folder of the clips that it names: nothing was wrong."""
+    clips, table = tmp_path / "clips", tmp_path / "table.csv"
+    table.touch()
+    clips.mkdir()
+    (clips / "a.mp4").touch()
+    sources = [f"{{path: {table}, kind: manifest, media: {clips}}}", f"{{path: {table}, media: s3://bucket/clips}}"]
+    config = from_here(RunConfig.load(DEMO, [f"run.dir={tmp_path}/runs", f"data.sources=[{', '.join(sources)}]"]))
+    with marked(config) as paths:
+        assert hidden(paths) == {}
+        (clips / "a.mp4").unlink()
+        if lacks == "the folder":
+            clips.rmdir()
+        assert hidden(paths) == {str(clips): "it is not there" if lacks == "the folder" else "it is empty there"}
+
+
+def test_a_node_with_another_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "vae").mkdir()
+    config = from_here(RunConfig.load(DEMO, [f"run.dir={tmp_path}/runs", f"data.cache.path={cache}"]))
+    with marked(config) as paths:
+        assert hidden(paths) == {} and Path(paths.cache_marker).parent == cache
+        Path(paths.cache_marker).unlink()  # as a node sees it that has a folder of its own there
+        assert hidden(paths) == {str(cache): "it is not the folder that the others see"}
+    assert [*cache.iterdir()] == [cache / "vae"] and [*tmp_path.iterdir()] == [cache]
+
+    written = Path.write_text
+
+    def refused(path: Path, *given: str, **named: str) -> int:
+        if path.parent == cache:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return written(path, *given, **named)
+
+    monkeypatch.setattr(Path, "write_text", refused)
+    with marked(config) as paths:
+        assert hidden(paths) == {} and not paths.cache_marker, "a cache may be read alone"
+        (cache / "vae").rmdir()
+        assert hidden(paths) == {str(cache): "it is empty there"}
 
 
 def test_a_run_with_a_state_is_checked_without_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
