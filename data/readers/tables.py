@@ -22,6 +22,7 @@ from data.media import suffix_of
 from data.storage import ByteRange, ReadFile
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}  # semicolons: spreadsheets of many countries
 READ_BYTES = 1 << 20
 ROWS_PER_BATCH = 512
 ROWS_WITH_MEDIA = 8  # of a table that holds clips itself, megabytes each
@@ -65,6 +66,10 @@ def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[
             header = [name.strip() for name in next(reader)]
         except (csv.Error, StopIteration) as error:
             raise UnreadableTable(f"no header: {error}") from error
+        others = [sign for sign in DELIMITERS if sign != delimiter and len(header) == 1 and sign in header[0]]
+        if others:
+            why = f"its columns are separated by {DELIMITERS[others[0]]}; save it with {DELIMITERS[delimiter]}"
+            raise UnreadableTable(why)
         while True:
             lines.clear()
             try:

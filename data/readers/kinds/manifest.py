@@ -1,11 +1,12 @@
 """Tables of other trainers: Open-Sora, DiffSynth, Hugging Face, VideoX-Fun, FastVideo, musubi-tuner, finetrainers, DFM,
 Open-Sora-Plan. They differ in the names of two columns, which are known here: no setting is needed for any of them.
+Names in other letters, as `Path`, are taken where none is spelled as it is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import CropBox, MediaInfo
 from data.readers.catalogue import Catalogue, cut
-from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartWriter
+from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartMeta, PartWriter
 from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, number_of, read_rows, text_stream
 from data.storage import FileStat, ReadFile, expand
 
@@ -104,18 +105,19 @@ class ManifestReader:
     def _add(
         self, row: dict[str, object], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
     ) -> None:
-        path = next((value for value in map(row.get, PATHS) if isinstance(value, str) and value), None)
-        writer.unread(self._unread(row))
-        if path is None and (held := _held(row)) is not None:
-            if held.data:
-                self._add_held(held, row, number, seen, writer)
-                return
+        columns = _columns(PATHS, row)
+        path = next((value for value in map(row.get, columns) if isinstance(value, str) and value), None)
+        held = _held(row, columns) if path is None else None
+        if held is not None:
             path = held.path or None
-        if path is None:
-            columns = ", ".join(map(str, row))
-            fault = BadSample(Reason.BAD_ROW, f"no path, video, file_name or the like among {columns}"[:300])
-            writer.add(IndexedSample(key=f"row {number}").refuse(fault))
+        if path is None and not (held and held.data):
+            writer.add(IndexedSample(key=f"row {number}").refuse(_without_clip(row, writer.part.uri)))
             return
+        writer.unread(self._unread(row, columns))
+        if held is not None and held.data:
+            self._add_held(held, row, number, seen, writer)
+            return
+        assert path is not None, "a row without one is refused"
         key = path.rpartition(".")[0] or path
         try:
             if path.startswith(("pipe:", "http:", "https:")):
@@ -178,10 +180,11 @@ class ManifestReader:
             sample.refuse(fault)
         writer.add(sample)
 
-    def _unread(self, row: dict[str, object]) -> set[str]:
-        """Columns in which a row says something that is neither its clip, its captions and range nor a number."""
+    def _unread(self, row: dict[str, object], columns: Sequence[str]) -> set[str]:
+        """Columns in which a row says something that is neither its clip, its captions and range nor a number.
+        `columns`: those that may hold a clip."""
         told = {name for name, value in row.items() if value not in EMPTY and _number(value) is None}
-        holder = next((name for name in PATHS if name in told), "")
+        holder = next((name for name in columns if name in told), "")
         try:
             texts = {name for name, _, _ in self._offered(row)}
         except BadSample:
@@ -194,7 +197,10 @@ class ManifestReader:
             texts = value if isinstance(value, list) else [value]
             return [text for text in texts if isinstance(text, str)]
 
-        return choose(self.policy, find)
+        found = choose(self.policy, find)
+        if found:
+            return found
+        return choose(tuple(_columns(offer, row) for offer in self.policy), find)
 
     def _captions(self, row: dict[str, object]) -> list[str]:
         found = [text for _, _, text in self._offered(row)]
@@ -266,9 +272,41 @@ class ManifestReader:
         return lines
 
 
-def _held(row: dict[str, object]) -> HeldMedia | None:
+def _columns(names: tuple[str, ...], row: dict[str, object]) -> tuple[str, ...]:
+    """These names, and behind them those columns of a row that have one of them in other letters: `Path`."""
+    others = {name.lower(): name for name in row if name not in names}
+    return (*names, *(others[name.lower()] for name in names if name.lower() in others))
+
+
+def _without_clip(row: dict[str, object], table: str) -> BadSample:
+    """Of a row that names no clip: what to do about the columns of its table."""
+    told = {name: value for name, value in row.items() if isinstance(value, str)}
+    addresses = [name for name, value in told.items() if value.startswith(("http:", "https:"))]
+    paths = [name for name, value in told.items() if media.suffix_of(value) in media.MEDIA_SUFFIXES]
+    if table.endswith((".csv", ".tsv")) and any(media.suffix_of(name) in media.MEDIA_SUFFIXES for name in row):
+        remedy = "the table has no header, put a line path,caption before its first one"
+    elif files := [name for name in paths if name not in addresses]:
+        remedy = f"rename {files[0]} to path"
+    elif addresses:
+        remedy = f"{addresses[0]} has addresses, download the clips and put their files into a column path"
+    else:
+        remedy = "rename the column of the clips to path"
+    columns = ", ".join(map(str, row))
+    return BadSample(Reason.BAD_ROW, f"no path, video, file_name or the like among {columns}"[:160] + f"; {remedy}")
+
+
+def was_misread(meta: PartMeta) -> bool:
+    """Whether all rows of a part lack what a column has whose name is a known one in other letters: such names were not
+    read once."""
+    for reason, names in ((Reason.BAD_ROW, PATHS), (Reason.NO_CAPTION, USUAL_NAMES)):
+        if meta["rows"] and meta["rejects"].get(reason) == meta["rows"]:
+            return any(name not in names and name.lower() in names for name in meta.get("unread", ()))
+    return False
+
+
+def _held(row: dict[str, object], columns: Sequence[str]) -> HeldMedia | None:
     """The first column in which a row holds its media, as bytes or as Hugging Face's datasets do, with the path."""
-    for value in map(row.get, PATHS):
+    for value in map(row.get, columns):
         if isinstance(value, bytes) and value:
             return HeldMedia(value, "")
         if isinstance(value, dict) and {"bytes", "path"} & value.keys():

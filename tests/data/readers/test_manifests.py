@@ -19,8 +19,10 @@ from data import storage
 from data.config import LimitsConfig
 from data.decode import decode_clip
 from data.errors import DataError, DataIOError
-from data.ledger import Ledger
+from data.ledger import BadSample, Ledger, Reason
 from data.media_info import CropBox
+from data.readers.kinds import manifest
+from data.readers.part import read_meta
 from data.storage import read_range
 from data.tools.convert import convert
 from data.types import Bucket, DecodeJob
@@ -425,6 +427,54 @@ def test_bad_rows_are_counted_one_by_one(folder, tmp_path):
     index, ledger = index_of(folder / "list.jsonl", tmp_path / "cache", kind="manifest")
     assert rejected(ledger) == {"bad_row": 3, "no_caption": 1, "file_missing": 1, "unsafe_name": 1, "not_media": 1}
     assert index.num_ok == 2 and ledger.indexed == 9
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("t.csv", f"clip,caption\n{NAMES[0]},a cat\n", "among clip, caption; rename clip to path"),
+        ("t.csv", "url,caption\nhttps://a.b/c.mp4,a cat\n", "url has addresses, download the clips"),
+        ("t.csv", f"{NAMES[0]},a cat\n{NAMES[1]},a dog\n", "the table has no header, put a line path,caption"),
+        ("t.jsonl", json.dumps({NAMES[0]: "a cat"}), "rename the column of the clips to path"),
+        ("t.csv", f"path;caption\n{NAMES[0]};a cat, or two\n", "separated by semicolons; save it with commas"),
+        ("t.tsv", f"path,caption\n{NAMES[0]},a cat\n", "separated by commas; save it with tabs"),
+    ],
+)
+def test_a_table_without_a_column_of_clips_is_told_what_to_do(folder, tmp_path, name, text, says):
+    """It said which names were not there, and that data.sources caption names others."""
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=says):
+        index_of(folder / name, tmp_path / "cache", kind="manifest", allow_empty=False)
+    index, _ = index_of(folder / name, tmp_path / "cache", kind="manifest")
+    assert index.unread == (), "nothing of a row without a clip is read"
+
+
+def test_columns_in_other_letters_are_those_that_are_known(folder, tmp_path):
+    (folder / "t.csv").write_text(f"Path,Caption,Note\n{NAMES[0]},a cat,blurred\n")
+    index, ledger = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
+    assert not ledger.rejected and index.caption(0) == "a cat" and index.unread == ("Note",)
+    (folder / "t.csv").write_text(f"Path,path,Caption,caption\n{NAMES[1]},{NAMES[0]},a dog,a cat\n")
+    index, _ = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
+    assert index.row(0).key == "videos/a" and index.caption(0) == "a cat", "names as they are known go first"
+    assert index.unread == ("Caption", "Path")
+    pq.write_table(pa.table({"Video": [{"bytes": clip(), "path": "a.mp4"}], "TEXT": ["a cat"]}), folder / "t.parquet")
+    index, _ = index_of(folder / "t.parquet", tmp_path / "cache", kind="manifest")
+    assert index.num_ok == 1 and index.caption(0) == "a cat"
+
+
+@pytest.mark.parametrize("header, reason", [("Path,caption", "bad_row"), ("path,Caption", "no_caption")])
+def test_a_table_whose_columns_were_not_known_is_read_again(folder, tmp_path, monkeypatch, header, reason):
+    (folder / "t.csv").write_text(f"{header}\n{NAMES[0]},a cat\n")
+    with monkeypatch.context() as before:
+        before.setattr(manifest, "_columns", lambda names, row: names)
+        before.setattr(manifest, "_without_clip", lambda *_: BadSample(Reason.BAD_ROW, ""))
+        _, ledger = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
+        assert rejected(ledger) == {reason: 1}
+    (file,) = (tmp_path / "cache").glob("*.parquet")
+    meta = read_meta(file) | {"unread": [name for name in header.split(",") if name.istitle()]}
+    pq.write_table(pq.read_table(file).replace_schema_metadata({"heddle": json.dumps(meta)}), file)
+    index, ledger = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
+    assert not ledger.rejected and index.caption(0) == "a cat"
 
 
 def test_a_sign_of_inches_is_no_quote_in_a_row_of_several_lines(folder, tmp_path):
