@@ -129,7 +129,7 @@ class ManifestReader:
         if file is None:
             writer.missing(storage.join(catalogue.root, path))
             return
-        key = _numbered(key, seen)  # a file may be listed with several ranges or captions
+        key = numbered(key, seen)  # a file may be listed with several ranges or captions
         sample = IndexedSample(
             key=key,
             path=file.uri,
@@ -161,7 +161,7 @@ class ManifestReader:
         data, name = held.data, held.path or f"row {number}"
         suffix = media.suffix_of(name)
         sample = IndexedSample(
-            key=_numbered(name.rpartition(".")[0] or name, seen),
+            key=numbered(name.rpartition(".")[0] or name, seen),
             path=MEDIA_FILE,
             size=len(data),
             mtime_ns=writer.part.mtime_ns,
@@ -315,7 +315,8 @@ def _held(row: dict[str, object], columns: Sequence[str]) -> HeldMedia | None:
     return None
 
 
-def _numbered(key: str, seen: dict[str, int]) -> str:
+def numbered(key: str, seen: dict[str, int]) -> str:
+    """A key of its own for each sample of a part that is called so; `seen` counts them."""
     seen[key] = seen.get(key, 0) + 1
     return key if seen[key] == 1 else f"{key}#{seen[key]}"
 

@@ -1,5 +1,6 @@
 """Folders of media beside captions: `a.mp4` with `a.txt` or `a.json`, as diffusion-pipe and musubi-tuner read them, or
-with a file of another suffix that the caption setting names.
+with a file of another suffix that the caption setting names; `a.mp4.txt` where none of these has a text. A picture
+beside a video of its name is its thumbnail.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Reason
 from data.readers.catalogue import Catalogue
+from data.readers.kinds.manifest import numbered
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.readers.tables import TABLE_SUFFIXES
 from data.storage import FileStat, read_range
@@ -55,36 +57,45 @@ class PairsReader:
         return f"; a table ({found}) is given as the source itself, not by its folder" if found else ""
 
     def parts(self) -> list[IndexPart]:
-        return [IndexPart(folder, 0, 0, catalogue.fingerprint) for folder, catalogue in self.catalogues.items()]
+        return [
+            IndexPart(folder, 0, 0, catalogue.fingerprint + _ambiguous(catalogue))
+            for folder, catalogue in self.catalogues.items()
+        ]
 
     def score_names(self, part: IndexPart) -> list[str] | None:
         return None
 
     def read(self, part: IndexPart, writer: PartWriter) -> None:
-        """Every media file is a sample."""
-        catalogue, keys = self.catalogues[part.uri], set[str]()
+        """Every media file is a sample, but for thumbnails of videos."""
+        catalogue, keys, numbers = self.catalogues[part.uri], set[str](), dict[str, int]()
         beside: dict[str, dict[str, FileStat]] = {}  # captions of a key, by their suffix
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
-                beside.setdefault(name.rpartition(".")[0], {})[media.suffix_of(name)] = file
+                beside.setdefault(_stem(name), {})[media.suffix_of(name)] = file
         unread: dict[str, list[str]] = {}
         for stem, _, suffix in (name.rpartition(".") for name in catalogue.others):
             if holds_text(suffix):
                 unread.setdefault(stem, []).append(suffix)
+        videos = _videos(catalogue)
         for name, file in catalogue.files().items():
-            if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
+            stem, suffix = _stem(name), media.suffix_of(name)
+            if suffix not in media.MEDIA_SUFFIXES:
+                continue
+            keys |= {stem, name}
+            if suffix in media.IMAGE_SUFFIXES and stem in videos:
+                writer.unread([suffix])
                 continue
             sample = IndexedSample(
-                key=name.rpartition(".")[0],
+                key=numbered(stem, numbers),
                 path=file.uri,
                 size=file.size,
                 mtime_ns=file.mtime_ns,
-                suffix=media.suffix_of(name),
+                suffix=suffix,
             )
-            keys.add(sample.key)
             try:
                 sample.info = catalogue.probe(file)
-                self._fill(beside.get(sample.key, {}), sample, unread.get(sample.key, []))
+                texts = [beside.get(stem, {}), *([beside[name]] if name in beside else [])]
+                self._fill(texts, sample, [*unread.get(stem, []), *unread.get(name, [])])
             except BadSample as fault:
                 sample.refuse(fault)
             writer.add(sample)
@@ -99,10 +110,22 @@ class PairsReader:
                 refused = IndexedSample(key=key, path=next(iter(files.values())).uri)
                 writer.add(refused.refuse(BadSample(Reason.NO_MEDIA, f"no clip or picture beside {', '.join(files)}")))
 
-    def _fill(self, beside: dict[str, FileStat], sample: IndexedSample, unread: list[str]) -> None:
-        """`unread`: suffixes of texts beside the clip that the caption setting does not name."""
+    def _fill(self, texts: list[dict[str, FileStat]], sample: IndexedSample, unread: list[str]) -> None:
+        """`texts`: files beside the clip by suffix, those of its name without its suffix first; `unread`: suffixes of
+        others that the caption setting does not name."""
+        about: dict[str, object] = {}
+        for beside in texts:
+            about = self._take(beside, sample) | about
+            if sample.captions:
+                return
+        hint = named_elsewhere(self.config.caption, unread, about)
+        check_any([], self.config, f"no text in {self.config.caption} or caption beside it{self._tables}", hint)
+
+    def _take(self, beside: dict[str, FileStat], sample: IndexedSample) -> dict[str, object]:
+        """Give a sample the captions and scores of these files. Returns the JSON among them."""
         about = self._json(beside["json"]) if "json" in beside else {}
-        sample.scores = {name: value for name, value in scores_of(about).items() if name not in RESERVED}
+        numbers = {name: value for name, value in scores_of(about).items() if name not in RESERVED}
+        sample.scores = numbers | dict(sample.scores)
 
         def find(name: str) -> list[str]:
             if name.startswith("json:"):
@@ -116,9 +139,7 @@ class PairsReader:
             holder = beside["json" if in_json else name]
             where = f"{name[5:]}#{position}" if in_json else ""
             sample.captions.append(Caption.of(text, 0, holder.size, where, holder.uri))
-        if not sample.captions:
-            hint = named_elsewhere(self.config.caption, unread, about)
-            check_any([], self.config, f"no text in {self.config.caption} or caption beside it{self._tables}", hint)
+        return about
 
     def _json(self, file: FileStat) -> dict[str, object]:
         return parse_json(self._content(file, Reason.BAD_JSON), self.limits)
@@ -128,6 +149,29 @@ class PairsReader:
         if file.size > limit:
             raise BadSample(reason, f"{file.size} bytes > {limit}")
         return read_range(file.uri, 0, file.size, self.limits.retries)
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _videos(catalogue: Catalogue) -> set[str]:
+    """Names of videos, with their suffix and without: pictures that are called so show one."""
+    names = [name for name in catalogue.files() if media.suffix_of(name) in media.VIDEO_SUFFIXES]
+    return {*names, *map(_stem, names)}
+
+
+def _ambiguous(catalogue: Catalogue) -> str:
+    """Not empty for a folder with several media of a name, or with captions that a whole name gives: they were read
+    otherwise once, and are read again."""
+    names = {name for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+    texts: dict[str, set[str]] = {}
+    for name in catalogue.files().keys() - names:
+        texts.setdefault(_stem(name), set()).add(media.suffix_of(name))
+    stems = {*map(_stem, names)}
+    told = texts.keys() & names
+    given = any(_stem(name) not in texts or not texts[name].isdisjoint(CAPTION_SUFFIXES) for name in told)
+    return "|by video and whole name" if given or len(stems) < len(names) or stems & names else ""
 
 
 READER = PairsReader

@@ -17,6 +17,8 @@ from data.dataset.index_build import build_index
 from data.errors import DataError, DataIOError
 from data.kinds import KINDS
 from data.ledger import Ledger
+from data.readers.catalogue import Catalogue
+from data.readers.kinds.pairs import SUFFIXES
 from data.readers.registry import guess_kind, reader_of
 from data.storage import ByteRange, ReadFile, expand, list_files, read_range, retried, stat
 from ops.typed import ConfigError
@@ -275,6 +277,59 @@ def test_folders_of_pairs(tmp_path):
     (folder / "c.txt").write_text("now it has one")
     index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
     assert not ledger.rejected and index.caption(1) == "now it has one"
+
+
+def test_of_one_name_the_video_is_a_sample_and_its_thumbnail_is_not(tmp_path):
+    """The picture was trained with the clip's caption, under the same key."""
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name in ("thumb.mp4", "twice.mp4", "twice.mov"):
+        (folder / name).write_bytes(clip())
+    for name in ("thumb.jpg", "twice.mp4.jpg", "alone.jpg"):
+        (folder / name).write_bytes(picture(kind="jpeg"))
+    for stem in ("thumb", "twice", "alone"):
+        (folder / f"{stem}.txt").write_text(f"of {stem}")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert not ledger.rejected and index.unread == ("jpg",)
+    rows = [(index.row(row).key, index.row(row).path[-4:], index.caption(row)) for row in range(len(index))]
+    twice = [("twice", ".mov", "of twice"), ("twice#2", ".mp4", "of twice")]
+    assert rows == [("alone", ".jpg", "of alone"), ("thumb", ".mp4", "of thumb"), *twice]
+
+
+def test_a_caption_may_have_the_whole_name_of_its_clip(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name in "abcd":
+        (folder / f"{name}.mp4").write_bytes(clip())
+    texts = {"a.mp4.txt": "of a", "b.mp4.txt": "not this", "b.txt": "of b", "c.mp4.json": '{"caption": "of c", "s": 2}'}
+    for name, text in (texts | {"c.json": '{"s": 1, "t": 3}', "d.mp4.prompt": "elsewhere"}).items():
+        (folder / name).write_text(text)
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert [index.caption(row) for row in range(3)] == ["of a", "of b", "of c"]
+    assert index.columns("s")["s"].tolist()[2] == 1 and index.columns("t")["t"].tolist()[2] == 3
+    assert rejected(ledger) == {"no_caption": 1} and "|prompt, as text is in prompt" in index.row(3).detail
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs", caption="txt|prompt|json:caption")
+    assert not ledger.rejected and index.caption(3) == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    "names, again",
+    [
+        (("a.mp4", "a.txt", "a.mp4.json"), False),  # as gallery-dl has it
+        (("a.mp4", "a.txt", "b.jpg", "b.jpg.json", "b.caption"), False),
+        (("a.mp4", "a.txt", "a.jpg"), True),
+        (("a.mp4", "a.txt", "a.mp4.jpg"), True),
+        (("a.mp4", "a.mp4.txt"), True),
+        (("a.mp4", "a.mp4.json"), True),
+        (("a.mp4", "a.txt", "a.mp4.txt"), True),
+    ],
+)
+def test_a_folder_is_read_again_only_where_it_was_read_otherwise(tmp_path, names, again):
+    for name in names:
+        (tmp_path / name).write_bytes(b"{}")
+    (part,) = reader_of(SourceConfig(path=str(tmp_path), kind="pairs"), LimitsConfig()).parts()
+    plain = Catalogue(str(tmp_path), LimitsConfig(), frozenset(SUFFIXES)).fingerprint
+    assert (part.fingerprint != plain) is again
 
 
 def test_file_names_that_are_not_utf8_are_refused(tmp_path):
