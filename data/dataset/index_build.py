@@ -29,7 +29,6 @@ from data.errors import DataError, DataIOError
 from data.in_words import part_of
 from data.ledger import Ledger, Reason
 from data.readers.catalogue import listing
-from data.readers.kinds.manifest import was_misread
 from data.readers.part import (
     CAPTIONS,
     MEDIA,
@@ -42,6 +41,7 @@ from data.readers.part import (
     read_meta,
 )
 from data.readers.registry import reader_of, with_kind
+from data.readers.tables import was_misread
 from ops.counted import counted
 from ops.listing import names_in
 

@@ -9,8 +9,10 @@ import errno
 import logging
 import re
 from collections import Counter, OrderedDict
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from hashlib import blake2b
+from typing import TypeVar
 
 from data import media, storage
 from data.config import LimitsConfig
@@ -20,6 +22,9 @@ from data.media_info import MediaInfo
 from data.storage import FileStat, ReadFile
 
 log = logging.getLogger(__name__)
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 SCORED = re.compile(r"\d+\.\d+_(.+)")  # <VTSS>_<videoID>; a videoID holds no dot
 PROBES_KEPT = 4096  # clips of one source video follow each other in the table
@@ -76,7 +81,8 @@ class Catalogue:
         # number of media in folders outside of the root, and their digest; None where storage refuses to list them
         self._outside: dict[str, tuple[int, str] | None] = {}
         self._named: Counter[str] = Counter()  # how many files of such a folder were asked for
-        self._probes: OrderedDict[tuple[str, bool], MediaInfo | BadSample] = OrderedDict()
+        self._stats: OrderedDict[str, Future[FileStat | None]] = OrderedDict()  # of files that no listing has
+        self._probes: OrderedDict[tuple[str, bool], Future[MediaInfo | BadSample]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_path)
@@ -89,18 +95,35 @@ class Catalogue:
         """The file `<stem>.<suffix>` or `<score>_<stem>.<suffix>`, in any folder below the root."""
         return self._by_stem.get(stem)
 
+    def foresee(self, file: FileStat | str, ranged: bool, pool: Executor) -> Future[MediaInfo | BadSample] | None:
+        """Begins to look at what a row will ask `at` for (a path) and `probe`, which then wait for that. None: it is
+        known, or `at` refuses the path."""
+        found = self._by_path.get(_relative(file)) if isinstance(file, str) else file
+        try:
+            uri = storage.join(self.root, _relative(file)) if isinstance(file, str) else file.uri
+            if found is None and uri not in self._stats:
+                if _is_outside(uri, self.root):
+                    self._list_outside(uri)
+                _keep(self._stats, uri, pool.submit(storage.stat, uri, self.limits.retries))
+        except (DataError, ValueError):
+            return None
+        uri = uri if found is None else found.uri
+        if (uri, ranged) in self._probes:
+            return None
+        return _keep(self._probes, (uri, ranged), pool.submit(self.header, uri, ranged))
+
     def at(self, path: str) -> FileStat | None:
         """The file at a path relative to the root, or at an absolute path or URI. Raises BadSample for a text that is
         no path; storage that fails is a DataIOError all the same."""
-        if path.startswith("./"):
-            path = path[2:]
+        path = _relative(path)
         try:
             if (found := self._by_path.get(path)) is not None:
                 return found
             uri = storage.join(self.root, path)
             if _is_outside(uri, self.root):
                 self._note_outside(uri)
-            return storage.stat(uri, self.limits.retries)
+            ahead = self._stats.get(uri)
+            return storage.stat(uri, self.limits.retries) if ahead is None else ahead.result()
         except (DataError, ValueError) as error:  # a scheme that nothing serves; a NUL or a lone surrogate
             raise BadSample(Reason.UNSAFE_NAME, str(error)) from error
         except OSError as error:
@@ -109,10 +132,14 @@ class Catalogue:
             raise BadSample(Reason.UNSAFE_NAME, f"a path of {len(path)} characters: {path[:80]!r}") from error
 
     def _note_outside(self, uri: str) -> None:
-        """Lists the folder of a file before any of it is read: what changes meanwhile is seen at the next start."""
         folder = storage.parent(uri)
         if folder in self._named or len(self._named) <= MOST_OUTSIDE:  # one more says that they are too many
             self._named[folder] += 1
+        self._list_outside(uri)
+
+    def _list_outside(self, uri: str) -> None:
+        """Lists the folder of a file before any of it is read: what changes meanwhile is seen at the next start."""
+        folder = storage.parent(uri)
         if folder not in self._outside and len(self._outside) < MOST_OUTSIDE:
             files = _list(folder)
             self._outside[folder] = None if files is None else (len(files), _digest(files))
@@ -142,24 +169,38 @@ class Catalogue:
     def probe(self, file: FileStat, ranged: bool = False) -> MediaInfo:
         """Header of a whole file; the last ones are remembered. `ranged`: a row takes a part of it, so max_frames is
         left to `cut`. Raises BadSample."""
-        known = self._probes.get((file.uri, ranged))
-        if known is None:
-            limits = self.limits
-            if ranged:
-                limits = replace(limits, max_frames=max(limits.max_frames, self._source_frames))
-            try:
-                with ReadFile(file.uri, limits.retries) as opened:
-                    known = media.probe(opened, 0, opened.size, media.suffix_of(file.uri), limits)
-            except BadSample as fault:
-                known = fault
-            except DataError as error:  # a name that is listed and cannot be opened
-                known = BadSample(Reason.UNSAFE_NAME, str(error))
-            self._probes[file.uri, ranged] = known
-            if len(self._probes) > PROBES_KEPT:
-                self._probes.popitem(last=False)
+        ahead = self._probes.get((file.uri, ranged))
+        if ahead is None:
+            ahead = _keep(self._probes, (file.uri, ranged), Future())
+            ahead.set_result(self.header(file.uri, ranged))
+        known = ahead.result()
         if isinstance(known, BadSample):
             raise BadSample(known.reason, known.detail)
         return known
+
+    def header(self, uri: str, ranged: bool = False) -> MediaInfo | BadSample:
+        """As `probe`, of any file; nothing is remembered. Several threads may call it."""
+        limits = self.limits
+        if ranged:
+            limits = replace(limits, max_frames=max(limits.max_frames, self._source_frames))
+        try:
+            with ReadFile(uri, limits.retries) as opened:
+                return media.probe(opened, 0, opened.size, media.suffix_of(uri), limits)
+        except BadSample as fault:
+            return fault
+        except DataError as error:  # a name that is listed and cannot be opened
+            return BadSample(Reason.UNSAFE_NAME, str(error))
+
+
+def _relative(path: str) -> str:
+    return path[2:] if path.startswith("./") else path
+
+
+def _keep(kept: OrderedDict[Key, Future[Found]], key: Key, future: Future[Found]) -> Future[Found]:
+    kept[key] = future
+    if len(kept) > PROBES_KEPT:
+        kept.popitem(last=False)
+    return future
 
 
 def listing(folder: str) -> str:

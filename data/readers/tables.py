@@ -16,11 +16,15 @@ from typing import SupportsFloat
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.captions import USUAL_NAMES
 from data.config import LimitsConfig
 from data.ledger import BadSample, Reason
 from data.media import suffix_of
+from data.readers.part import PartMeta
 from data.storage import ByteRange, ReadFile
 
+# what datasets call the column of a clip
+PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}  # semicolons: spreadsheets of many countries
 READ_BYTES = 1 << 20
@@ -186,6 +190,15 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, object] | BadSample
             yield BadSample(Reason.BAD_ROW, f"text that is not UTF-8: {error.reason}")
         else:
             yield row
+
+
+def was_misread(meta: PartMeta) -> bool:
+    """Whether all rows of a part lack what a column has whose name is a known one in other letters: such names were not
+    read once."""
+    for reason, names in ((Reason.BAD_ROW, PATHS), (Reason.NO_CAPTION, USUAL_NAMES)):
+        if meta["rows"] and meta["rejects"].get(reason) == meta["rows"]:
+            return any(name not in names and name.lower() in names for name in meta.get("unread", ()))
+    return False
 
 
 def number_of(value: object) -> float | None:

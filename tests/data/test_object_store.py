@@ -12,6 +12,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.decode import decode_job
 from data.errors import DataIOError
 from data.ledger import Reason
+from data.readers.ahead import AT_ONCE
 from data.readers.registry import guess_kind
 from data.storage import ByteRange, list_files, open_file, read_range, stat
 from data.types import Bucket, DecodeJob
@@ -50,10 +51,10 @@ def test_clips_of_a_bucket_share_connections_and_the_credentials_of_a_role(
     store.objects["role"] = (
         b'{"AccessKeyId": "a", "SecretAccessKey": "b", "Token": "c", "Expiration": "2099-01-01T00:00:00Z"}'
     )
-    pairs(store, *(f"{number:02d}" for number in range(12)))
+    pairs(store, *(f"{number:02d}" for number in range(40)))
     index, _ = index_of("s3://set/clips", tmp_path, kind="pairs")
-    assert index.num_ok == 12
-    assert len(store.of("GET")) >= 24 and len({asked.connection for asked in store.asked}) <= 3
+    assert index.num_ok == 40
+    assert len(store.of("GET")) >= 80 and len({asked.connection for asked in store.asked}) <= AT_ONCE + 3
     assert sum(asked.path == "role" for asked in store.asked) <= 2
 
 

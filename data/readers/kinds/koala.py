@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +20,8 @@ from data.captions import check_any, check_lengths
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
+from data.media_info import MediaInfo
+from data.readers.ahead import in_order
 from data.readers.catalogue import Catalogue, cut
 from data.readers.part import IndexedSample, IndexPart, PartWriter
 from data.readers.tables import UnreadableTable, number_of, read_rows
@@ -94,16 +98,31 @@ class KoalaReader:
     def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every row of the table becomes a sample, or is counted as missing."""
         seen: set[str] = set()
+        rows = enumerate(read_rows(part.uri, self.limits))
+        listed = ((number, clip) for number, row in rows for clip in self._listed(row, number))
         try:
-            for number, row in enumerate(read_rows(part.uri, self.limits)):
-                for listed in self._listed(row, number):
-                    if isinstance(listed, BadSample):
-                        writer.add(IndexedSample(key=f"row {number}").refuse(listed))
+            with closing(in_order(listed, self._foresee, part.uri)) as clips:
+                for (number, clip), _ in clips:
+                    if isinstance(clip, BadSample):
+                        writer.add(IndexedSample(key=f"row {number}").refuse(clip))
                     else:
-                        self._add(listed, seen, writer)
+                        self._add(clip, seen, writer)
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
         writer.outside = self.catalogue.outside()
+
+    def _foresee(
+        self, listed: tuple[int, KoalaClip | BadSample], pool: Executor
+    ) -> Future[MediaInfo | BadSample] | None:
+        """Begins to look at the file of a clip that `_find` will ask for first."""
+        _, clip = listed
+        if isinstance(clip, BadSample):
+            return None
+        if clip.path:
+            whole = storage.name_of(clip.path).rpartition(".")[0] == clip.video
+            return self.catalogue.foresee(clip.path, whole, pool)
+        file, whole = self._find(clip)
+        return None if file is None else self.catalogue.foresee(file, whole, pool)
 
     def _listed(self, row: dict[str, object] | BadSample, number: int) -> Iterator[KoalaClip | BadSample]:
         if isinstance(row, BadSample):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,14 +18,15 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import CropBox, MediaInfo
+from data.readers.ahead import in_order
 from data.readers.catalogue import Catalogue, cut
-from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartMeta, PartWriter
-from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, number_of, read_rows, text_stream
+from data.readers.part import MEDIA_FILE, SCHEMA, IndexedSample, IndexPart, PartWriter
+from data.readers.tables import FOLDER_TABLES, PATHS, TABLE_SUFFIXES, UnreadableTable, number_of, read_rows, text_stream
 from data.storage import FileStat, ReadFile, expand
 
-PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
 LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of these with a caption on each line
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
+UNSAFE = ("pipe:", "http:", "https:")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
 BOUNDS = ("start_frame", "end_frame")
@@ -40,7 +43,7 @@ class ManifestTable:
 
 @dataclass(frozen=True, slots=True)
 class HeldMedia:
-    """Media that lie in a row: their bytes, or (without bytes) the path of their file."""
+    """Media that lie in a row: their bytes, and what they were called."""
 
     data: bytes
     path: str
@@ -92,12 +95,17 @@ class ManifestReader:
         """Every row becomes a sample, or is counted as missing."""
         catalogue = self._catalogue(self.tables[part.uri])
         seen: dict[str, int] = {}
+
+        def foresee(row: dict[str, object] | BadSample, pool: Executor) -> Future[MediaInfo | BadSample] | None:
+            return None if isinstance(row, BadSample) else _foresee(row, catalogue, pool)
+
         try:
-            for number, row in enumerate(self._rows(part.uri)):
-                if isinstance(row, BadSample):
-                    writer.add(IndexedSample(key=f"row {number}").refuse(row))
-                else:
-                    self._add(row, number, catalogue, seen, writer)
+            with closing(in_order(self._rows(part.uri), foresee, part.uri)) as rows:
+                for number, (row, _) in enumerate(rows):
+                    if isinstance(row, BadSample):
+                        writer.add(IndexedSample(key=f"row {number}").refuse(row))
+                    else:
+                        self._add(row, number, catalogue, seen, writer)
         except UnreadableTable as error:
             writer.fault(Fault(Reason.UNREADABLE_MANIFEST, part.uri, "", None, str(error)))
         writer.outside = catalogue.outside()
@@ -106,21 +114,17 @@ class ManifestReader:
         self, row: dict[str, object], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
     ) -> None:
         columns = _columns(PATHS, row)
-        path = next((value for value in map(row.get, columns) if isinstance(value, str) and value), None)
-        held = _held(row, columns) if path is None else None
-        if held is not None:
-            path = held.path or None
-        if path is None and not (held and held.data):
+        path = _clip_of(row, columns)
+        if path is None:
             writer.add(IndexedSample(key=f"row {number}").refuse(_without_clip(row, writer.part.uri)))
             return
         writer.unread(self._unread(row, columns))
-        if held is not None and held.data:
-            self._add_held(held, row, number, seen, writer)
+        if isinstance(path, HeldMedia):
+            self._add_held(path, row, number, seen, writer)
             return
-        assert path is not None, "a row without one is refused"
         key = path.rpartition(".")[0] or path
         try:
-            if path.startswith(("pipe:", "http:", "https:")):
+            if path.startswith(UNSAFE):
                 raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
             file = catalogue.at(path)
         except BadSample as fault:
@@ -273,13 +277,13 @@ class ManifestReader:
 
 
 def _columns(names: tuple[str, ...], row: dict[str, object]) -> tuple[str, ...]:
-    """These names, and behind them those columns of a row that have one of them in other letters: `Path`."""
+    """These names, and after them those columns of a row that have one of them in other letters: `Path`."""
     others = {name.lower(): name for name in row if name not in names}
     return (*names, *(others[name.lower()] for name in names if name.lower() in others))
 
 
 def _without_clip(row: dict[str, object], table: str) -> BadSample:
-    """Of a row that names no clip: what to do about the columns of its table."""
+    """The fault of a row that names no clip, with what to do about the columns of its table."""
     told = {name: value for name, value in row.items() if isinstance(value, str)}
     addresses = [name for name, value in told.items() if value.startswith(("http:", "https:"))]
     paths = [name for name, value in told.items() if media.suffix_of(value) in media.MEDIA_SUFFIXES]
@@ -295,24 +299,33 @@ def _without_clip(row: dict[str, object], table: str) -> BadSample:
     return BadSample(Reason.BAD_ROW, f"no path, video, file_name or the like among {columns}"[:160] + f"; {remedy}")
 
 
-def was_misread(meta: PartMeta) -> bool:
-    """Whether all rows of a part lack what a column has whose name is a known one in other letters: such names were not
-    read once."""
-    for reason, names in ((Reason.BAD_ROW, PATHS), (Reason.NO_CAPTION, USUAL_NAMES)):
-        if meta["rows"] and meta["rejects"].get(reason) == meta["rows"]:
-            return any(name not in names and name.lower() in names for name in meta.get("unread", ()))
-    return False
-
-
-def _held(row: dict[str, object], columns: Sequence[str]) -> HeldMedia | None:
-    """The first column in which a row holds its media, as bytes or as Hugging Face's datasets do, with the path."""
-    for value in map(row.get, columns):
-        if isinstance(value, bytes) and value:
-            return HeldMedia(value, "")
-        if isinstance(value, dict) and {"bytes", "path"} & value.keys():
-            data, path = value.get("bytes"), value.get("path")
-            return HeldMedia(data if isinstance(data, bytes) else b"", path if isinstance(path, str) else "")
+def _clip_of(row: dict[str, object], columns: Sequence[str]) -> str | HeldMedia | None:
+    """The path that a row names, else the first medium that it holds, as bytes or as Hugging Face's datasets do, with
+    the path, which is all where the bytes are left out. `columns`: those that may hold one."""
+    cells = [row.get(name) for name in columns]
+    path = next((cell for cell in cells if isinstance(cell, str) and cell), None)
+    if path is not None:
+        return path
+    for cell in cells:
+        if isinstance(cell, bytes) and cell:
+            return HeldMedia(cell, "")
+        if isinstance(cell, dict) and {"bytes", "path"} & cell.keys():
+            data, path = cell.get("bytes"), cell.get("path")
+            name = path if isinstance(path, str) else ""
+            return HeldMedia(data, name) if isinstance(data, bytes) and data else name or None
     return None
+
+
+def _foresee(row: dict[str, object], catalogue: Catalogue, pool: Executor) -> Future[MediaInfo | BadSample] | None:
+    """Begins to look at the file of a row, as `_add` will."""
+    path = _clip_of(row, _columns(PATHS, row))
+    if not isinstance(path, str) or path.startswith(UNSAFE) or media.suffix_of(path) not in media.MEDIA_SUFFIXES:
+        return None
+    try:
+        ranged = media.suffix_of(path) in media.VIDEO_SUFFIXES and _frame_range(row) is not None
+    except BadSample:
+        return None
+    return catalogue.foresee(path, ranged, pool)
 
 
 def numbered(key: str, seen: dict[str, int]) -> str:

@@ -33,8 +33,8 @@ from data.captions import (
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
-from data.readers.kinds.manifest import PATHS
 from data.readers.part import MEDIA_FILE, SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
+from data.readers.tables import PATHS
 from data.storage import ReadFile
 
 CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2", "br": "brotli"}  # MosaicML's names -> Arrow's

@@ -5,6 +5,8 @@ beside a video of its name is its thumbnail.
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
+from contextlib import closing
 from functools import cached_property
 
 from data import media, storage
@@ -22,6 +24,7 @@ from data.captions import (
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Reason
+from data.readers.ahead import in_order
 from data.readers.catalogue import Catalogue
 from data.readers.kinds.manifest import numbered
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
@@ -77,14 +80,16 @@ class PairsReader:
             if holds_text(suffix):
                 unread.setdefault(stem, []).append(suffix)
         videos = _videos(catalogue)
-        for name, file in catalogue.files().items():
+
+        def begin(named: tuple[str, FileStat], pool: Executor) -> Future[IndexedSample] | None:
+            name, file = named
             stem, suffix = _stem(name), media.suffix_of(name)
             if suffix not in media.MEDIA_SUFFIXES:
-                continue
-            keys |= {stem, name}
+                return None
+            keys.update((stem, name))
             if suffix in media.IMAGE_SUFFIXES and stem in videos:
                 writer.unread([suffix])
-                continue
+                return None
             sample = IndexedSample(
                 key=numbered(stem, numbers),
                 path=file.uri,
@@ -92,13 +97,14 @@ class PairsReader:
                 mtime_ns=file.mtime_ns,
                 suffix=suffix,
             )
-            try:
-                sample.info = catalogue.probe(file)
-                texts = [beside.get(stem, {}), *([beside[name]] if name in beside else [])]
-                self._fill(texts, sample, [*unread.get(stem, []), *unread.get(name, [])])
-            except BadSample as fault:
-                sample.refuse(fault)
-            writer.add(sample)
+            texts = [beside.get(stem, {}), *([beside[name]] if name in beside else [])]
+            others = [*unread.get(stem, []), *unread.get(name, [])]
+            return pool.submit(self._filled, catalogue, sample, texts, others)
+
+        with closing(in_order(catalogue.files().items(), begin, part.uri)) as samples:
+            for _, sample in samples:
+                if sample is not None:
+                    writer.add(sample.result())
         for name in catalogue.others:  # a file with a caption was meant to be trained
             stem, _, suffix = name.rpartition(".")
             if stem in beside and stem not in keys:
@@ -110,16 +116,26 @@ class PairsReader:
                 refused = IndexedSample(key=key, path=next(iter(files.values())).uri)
                 writer.add(refused.refuse(BadSample(Reason.NO_MEDIA, f"no clip or picture beside {', '.join(files)}")))
 
-    def _fill(self, texts: list[dict[str, FileStat]], sample: IndexedSample, unread: list[str]) -> None:
-        """`texts`: files beside the clip by suffix, those of its name without its suffix first; `unread`: suffixes of
-        others that the caption setting does not name."""
-        about: dict[str, object] = {}
-        for beside in texts:
-            about = self._take(beside, sample) | about
-            if sample.captions:
-                return
-        hint = named_elsewhere(self.config.caption, unread, about)
-        check_any([], self.config, f"no text in {self.config.caption} or caption beside it{self._tables}", hint)
+    def _filled(
+        self, catalogue: Catalogue, sample: IndexedSample, texts: list[dict[str, FileStat]], unread: list[str]
+    ) -> IndexedSample:
+        """A sample with its header and captions, or refused. `texts`: files beside the clip by suffix, those of its
+        name without its suffix first; `unread`: suffixes of others that the caption setting does not name."""
+        try:
+            found = catalogue.header(sample.path)
+            if isinstance(found, BadSample):
+                raise found
+            sample.info = found
+            about: dict[str, object] = {}
+            for beside in texts:
+                about = self._take(beside, sample) | about
+                if sample.captions:
+                    return sample
+            hint = named_elsewhere(self.config.caption, unread, about)
+            check_any([], self.config, f"no text in {self.config.caption} or caption beside it{self._tables}", hint)
+        except BadSample as fault:
+            sample.refuse(fault)
+        return sample
 
     def _take(self, beside: dict[str, FileStat], sample: IndexedSample) -> dict[str, object]:
         """Give a sample the captions and scores of these files. Returns the JSON among them."""
