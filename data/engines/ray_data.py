@@ -203,8 +203,8 @@ class RayEngine:
         return handle
 
     def _shared_position(self, step: int) -> DataToken:
-        """Of a further feeder, whom nobody tells of decisions on batch sizes after it: with all of them, where a token
-        has those of its near future."""
+        """Where a further feeder starts. Nobody tells it of decisions on batch sizes later, so that it gets all of them,
+        where a token has those of its near future."""
         position = self.dataset.token(step)
         if decided := self.dataset.planner.resized:
             position["resized"] = [one.to_json() for one in decided]
