@@ -203,7 +203,7 @@ class RayEngine:
         return handle
 
     def _shared_position(self, step: int) -> DataToken:
-        """Where a further feeder starts. Nobody tells it of decisions on batch sizes later, so that it gets all of them,
+        """Where a further feeder starts. Nobody tells it of decisions on batch sizes later, so it gets all of them,
         where a token has those of its near future."""
         position = self.dataset.token(step)
         if decided := self.dataset.planner.resized:
