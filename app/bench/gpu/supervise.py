@@ -15,6 +15,7 @@ from types import FrameType
 AGAIN = 75  # exit code of a process that asks for a fresh one
 GAVE_UP = 1
 MOST_RESTARTS = 5
+_ENDS_S = 30.0
 
 
 def supervised(command: Sequence[str], say: Callable[[str], None]) -> int:
@@ -41,8 +42,16 @@ def _code_of(command: Sequence[str]) -> int:
         return process.wait()
     finally:
         signal.signal(signal.SIGTERM, before)
-        if process.poll() is None:  # Ctrl-C reached it as well; without it nothing would free the device
-            process.kill()
+        _free(process)
+
+
+def _free(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that Ctrl-C or SIGTERM has reached as well: once it has seen that, what it measures is no
+    failure. It may be in a call of the device or of a compiler."""
+    try:
+        process.wait(_ENDS_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def leave_for_another() -> None:
