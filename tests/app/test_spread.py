@@ -283,6 +283,7 @@ def test_clips_of_three_workers_are_those_of_none(checkpoint, alone, tmp_path) -
     assert not (tmp_path / "x.clips.jsonl").exists()
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_workers_together_make_the_same_clips(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -26,9 +26,6 @@ from tests.blackbox.soak import STEPS as STEPS_OF_A_RUN
 from tests.blackbox.soak import soak, table
 
 # quick ones: a killed controller or cluster costs half a minute, a start as much
-FEW = ("kill worker", "kill feeder")
-
-
 STEPS = 5
 
 
@@ -129,9 +126,12 @@ def assert_nothing_deviates(results: list[Result], faults: int) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_a_run_under_a_few_faults_is_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
-    with closing(Place(tmp_path, steps=30)) as place:
-        assert_nothing_deviates(soak(place, reference(place), faults=2, seed=3, only=FEW), 2)
+@pytest.mark.parametrize(
+    "kills", [("kill worker",), pytest.param(("kill worker", "kill feeder"), marks=pytest.mark.long)], ids=len
+)
+def test_a_run_under_kills_is_the_run_that_nobody_disturbed(tmp_path: Path, kills: tuple[str, ...]) -> None:
+    with closing(Place(tmp_path, steps=15 * len(kills))) as place:
+        assert_nothing_deviates(soak(place, reference(place), len(kills), seed=3, only=kills), len(kills))
 
 
 @pytest.mark.cluster
