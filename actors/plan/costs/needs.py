@@ -29,6 +29,7 @@ TRIES = 3  # times that the smallest cascade of a shape may run out of memory be
 NEWEST_PEAKS = 100  # of a size, one for each step in which it ran, of which the greatest counts
 SOLO, BAG = "solo", "bag"
 _APART = 1.5  # largest over smallest of the sizes that say how a need grows
+_BELOW = 1 - 1e-9  # of a limit: less than this fits
 _ALIKE = 0.02  # by which a row may count otherwise before measured peaks are of another unit
 
 
@@ -202,7 +203,7 @@ class Needs:
     def fits(self, found: Footprint, room_gib: float) -> bool:
         """Whether it is within the memory that a worker has for cascades, as far as is known, and below the limits."""
         limit = min((self.limits.get(kind, math.inf) for kind in _bounding(found)), default=math.inf)
-        if found.units >= limit * (1 - 1e-9):
+        if found.units >= limit * _BELOW:
             return False
         need = self.gib(found)
         return need is None or need <= room_gib
@@ -223,8 +224,8 @@ class Needs:
         return max(1.0, self.text_rows.get(SOLO, 1.0), degree * self.text_rows.get(BAG, 1.0 / degree))
 
     def most_rows(self, room_gib: float) -> float:
-        """DiT rows of a worker that fit, in a bag or alone."""
-        most = [self.limits.get(("dit", kind), math.inf) for kind in (SOLO, BAG)]
+        """DiT rows of a worker that fit, in a bag or alone: below where memory ran out, as that size does not fit."""
+        most = [self.limits.get(("dit", kind), math.inf) * (2 * _BELOW - 1) for kind in (SOLO, BAG)]
         for kind in (SOLO, BAG):
             points = self.measured.get(("dit", kind))
             line = self._line(("dit", kind), points) if points else self.predicted.get(("dit", kind))
@@ -330,7 +331,7 @@ class Needs:
         """A cascade ran out of memory. Whether that teaches anything: a stricter limit, or one try less."""
         key = found.size
         before = self.tries.get(key, 0)
-        stricter = found.units < self.limits.get(found.line, math.inf) * (1 - 1e-9)
+        stricter = found.units < self.limits.get(found.line, math.inf) * _BELOW
         self.tries[key] = before + 1
         self.missing[key] = max(missing_gib, self.missing.get(key, 0.0))
         self.limits[found.line] = min(found.units, self.limits.get(found.line, math.inf))

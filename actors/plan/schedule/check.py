@@ -7,7 +7,7 @@ start, ties by their place in the plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from actors.plan.costs.point import Samples
@@ -28,13 +28,20 @@ def check(
     items = index_items(steps, plan.steps[0].step if plan.steps else 0)
     cascades = [cascade for step in plan.steps for cascade in step.cascades]
     _check_names(cascades)
-    for cascade in cascades:
-        _check_cascade(cascade, items, profile, topology)
-        _check_memory(cascade, items, profile, cluster.least_room_gib)
+    check_each(cascades, items, profile, topology)
     _check_coverage(cascades, items, profile, done)
     _check_exclusive(cascades, busy_until(done, cluster.num_workers))
     _check_predecessors(cascades, items, profile, done)
     _check_barriers(cascades)
+
+
+def check_each(
+    cascades: Sequence[Cascade], items: Mapping[ItemKey, Item], profile: Profile, topology: Topology
+) -> None:
+    """Raise PlanError unless every cascade is legal by itself: its workers, samples, degree, seconds and memory."""
+    for cascade in cascades:
+        _check_cascade(cascade, items, profile, topology)
+        _check_memory(cascade, items, profile, topology.cluster.least_room_gib)
 
 
 def _check_names(cascades: Sequence[Cascade]) -> None:
@@ -44,7 +51,7 @@ def _check_names(cascades: Sequence[Cascade]) -> None:
             raise PlanError(f"{count} cascades of step {step} are called {name}; each must have a name of its own.")
 
 
-def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profile, topology: Topology) -> None:
+def _check_cascade(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> None:
     name = f"cascade {cascade.id}"
     if len(set(cascade.workers)) != len(cascade.workers) or len(cascade.workers) != cascade.degree:
         raise PlanError(f"{name} has degree {cascade.degree} but workers {list(cascade.workers)}.")
@@ -77,7 +84,7 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
         raise PlanError(f"{name} lasts {cascade.seconds:.6f} s, the profile says {expected:.6f} s.")
 
 
-def _check_memory(cascade: Cascade, items: dict[ItemKey, Item], profile: Profile, room_gib: float) -> None:
+def _check_memory(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, room_gib: float) -> None:
     """All parts of a cascade share the memory of its workers."""
     samples = [Samples.of_item(items[cascade.step, part.item], part.count) for part in cascade.parts]
     found = profile.footprint(cascade.module, samples, cascade.degree)

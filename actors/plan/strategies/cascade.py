@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from actors.plan.schedule.check import check_each
 from actors.plan.schedule.constructive import allot, list_by_tail
 from actors.plan.schedule.evaluator import simulate, to_cascades
 from actors.plan.schedule.figures import end_with_credit
@@ -49,7 +50,9 @@ class CascadeSearch:
             if end_with_credit(problem, packed, last) * (1 + gain) >= end_with_credit(problem, found, last):
                 return found
             packs += [knapsack_step(problem, step) for step in problem.numbers if step > last]
-            return simulate(problem, concatenated(packs))
+            packed = simulate(problem, concatenated(packs))
+            check_each(packed, problem.items, problem.profile, problem.topology)  # a pack may not be what ends a run
+            return packed
         except PlanError:  # knapsack has no legal plan here
             return found
 

@@ -1,7 +1,12 @@
-"""The knapsack strategy: samples to bags, every bag runs its encodes and then its samples as one packed sequence."""
+"""The knapsack strategy: samples to bags, every bag runs its encodes and then its samples as one packed sequence.
+
+Where that is too much for the memory of workers on every topology, bags are chosen by time alone, and what they hold is
+cut into packs that fit.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,19 +35,21 @@ class Knapsack:
     name = "knapsack"
 
     def plan(self, problem: Problem, seed: int) -> list[Cascade]:
-        return one_by_one(problem, lambda step: knapsack_step(problem, step))
+        return one_by_one(problem, lambda step: knapsack_step(problem, step, cut=True))
 
 
 Rule = Callable[[np.ndarray, Sequence[int], np.ndarray, float | None], Balance]
 """(costs of units by size of bag, sizes of the bags, tokens of units, most tokens of a worker) -> units in bags."""
 
 
-def knapsack_step(problem: Problem, step: int, rule: Rule = assign) -> list[Cascade]:
-    """Cascades of one step on the options' topology, or on the best one found, balanced by the rule."""
+def knapsack_step(problem: Problem, step: int, rule: Rule = assign, *, cut: bool = False) -> list[Cascade]:
+    """Cascades of one step on the options' topology, or on the best one found, balanced by the rule. Raises PlanError
+    where packs are too much for the memory of workers, unless they may be `cut`: those who ask for packs because they
+    may be quicker have a plan without."""
     units = _units(problem, step)
     if not units:
         return []
-    sizes, found, replicas = _choose(UnitPrices(problem), units, rule)
+    sizes, found, replicas = _choose(UnitPrices(problem), units, rule, cut)
     order: list[Cascade] = []
     offset = 0
     for replica in range(replicas):
@@ -94,14 +101,27 @@ class UnitPrices:
         return self._once[key]
 
 
-def _choose(prices: UnitPrices, units: Sequence[Unit], rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """(bag sizes of a replica, bag of every unit over all replicas, replicas)."""
+def _choose(
+    prices: UnitPrices, units: Sequence[Unit], rule: Rule, cut: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """(bag sizes of a replica, bag of every unit over all replicas, replicas): within memory where that can be."""
+    try:
+        return _choose_among(prices, units, rule, capped=True)
+    except PlanError:
+        if not cut or prices.problem.profile.needs.most_rows(prices.problem.room_gib) == np.inf:
+            raise
+    return _choose_among(prices, units, rule, capped=False)
+
+
+def _choose_among(
+    prices: UnitPrices, units: Sequence[Unit], rule: Rule, *, capped: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     problem, workers = prices.problem, prices.problem.topology.num_workers
     spec = problem.options.topology
     if spec:
         sizes = parse_topology(spec, workers)
         replicas = workers // sum(sizes)
-        return sizes, _balance(prices, units, sizes * replicas, rule).bag_of, replicas
+        return sizes, _balance(prices, units, sizes * replicas, rule, capped).bag_of, replicas
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
     work = [
         min(k * (s - prices.once(u, k)) for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units
@@ -109,7 +129,7 @@ def _choose(prices: UnitPrices, units: Sequence[Unit], rule: Rule) -> tuple[tupl
     best: tuple[float, tuple[int, ...], Balance] | None = None
     for sizes in _candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
         try:
-            found = _balance(prices, units, sizes, rule)
+            found = _balance(prices, units, sizes, rule, capped)
         except PlanError:
             continue
         if best is None or max(found.load) < best[0]:
@@ -155,7 +175,7 @@ def _units(problem: Problem, step: int) -> list[Unit]:
     return units
 
 
-def _balance(prices: UnitPrices, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
+def _balance(prices: UnitPrices, units: Sequence[Unit], sizes: Sequence[int], rule: Rule, capped: bool) -> Balance:
     """Units in bags by what each adds to a pack; the load of a bag has what its packs take once, too."""
     kinds = sorted(set(sizes))
     costs, once = np.full((len(units), len(kinds)), np.inf), np.zeros((len(units), len(kinds)))
@@ -173,7 +193,7 @@ def _balance(prices: UnitPrices, units: Sequence[Unit], sizes: Sequence[int], ru
         visual = profile.tokens(item.frames, item.height, item.width)
         tokens[row] = unit.count * (share * item.text_tokens + visual)
     rows = needs.most_rows(problem.room_gib) / max(needs.row_weight(size) for size in sizes)
-    found = rule(costs, sizes, tokens, rows if rows < np.inf else None)
+    found = rule(costs, sizes, tokens, rows if capped and rows < np.inf else None)
     of_packs: dict[tuple[int, int], float] = {}
     for row, (unit, bag) in enumerate(zip(units, found.bag_of, strict=True)):
         pack = bag, problem.items[unit.key].expert
@@ -216,9 +236,32 @@ def _bag_cascades(problem: Problem, units: Sequence[Unit], members: tuple[int, .
         experts = sorted({problem.items[unit.key].expert for unit in wanted})
         packed = [[unit for unit in wanted if problem.items[unit.key].expert == expert] for expert in experts]
     for group in packed:
-        if group:
-            order.append(_cascade("dit", group, members, len(order), name))
+        for pack in _that_fit(problem, group, len(members)):
+            order.append(_cascade("dit", pack, members, len(order), name))
     return order
+
+
+def _that_fit(problem: Problem, units: Sequence[Unit], degree: int) -> list[list[Unit]]:
+    """The pack of these units, cut where it is more than a worker's memory holds. A unit alone is legal."""
+    if len(units) > 1 and _fits(problem, units, degree):
+        return [list(units)]
+    packs: list[list[Unit]] = []
+    for unit in units:
+        if packs and _fits(problem, [*packs[-1], unit], degree):
+            packs[-1].append(unit)
+        else:
+            packs.append([unit])
+    return packs
+
+
+def _fits(problem: Problem, units: Sequence[Unit], degree: int) -> bool:
+    profile, counts = problem.profile, Counter[ItemKey]()
+    for unit in units:
+        counts[unit.key] += unit.count
+    parts = [Samples.of_item(problem.items[key], count) for key, count in counts.items()]
+    if len(parts) == 1:  # with what was measured of batches of one shape
+        return profile.fits("dit", parts[0], degree, problem.room_gib)
+    return profile.needs.fits(profile.footprint("dit", parts, degree), problem.room_gib)
 
 
 def _cascade(module: Module, units: Sequence[Unit], workers: tuple[int, ...], number: int, bag: str) -> Cascade:

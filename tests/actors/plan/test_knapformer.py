@@ -10,7 +10,7 @@ from actors.plan.costs.needs import NeedLine
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
-from actors.plan.types import Cluster, Item, Plan, PlanError
+from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 
@@ -56,7 +56,12 @@ def test_moves_and_swaps_are_worth_something(flops: Profile) -> None:
     assert published > 1.02 * ours
 
 
-def test_a_worker_that_would_be_overfilled_is_refused(flops: Profile) -> None:
+def test_a_worker_that_would_be_overfilled_runs_its_sequences_in_several_packs(flops: Profile) -> None:
+    """The rule gives it the same ones, as it knows no memory; where another topology holds them it is that one."""
+    items, roomy = mixed(0), planned(flops, "knapformer", mixed(0), "g1n8")
     flops.needs.predicted["dit", "solo"] = NeedLine(fixed_gib=0.0, gib_per_unit=1.0)
-    with pytest.raises(PlanError, match="more than 9000 tokens"):
-        planned(flops, "knapformer", mixed(0), "g1n8", Cluster(nodes=(8,), room_gib=(9000.0,) * 8))
+    tight = planned(flops, "knapformer", items, "g1n8", Cluster(nodes=(8,), room_gib=(9000.0,) * 8))
+    packs = [[c for c in plan.steps[0].cascades if c.module == "dit"] for plan in (roomy, tight)]
+    assert len(packs[0]) == 8 < len(packs[1])
+    held = [[sum(c.batch for c in of if c.workers == (worker,)) for worker in range(8)] for of in packs]
+    assert held[0] == held[1]

@@ -297,6 +297,13 @@ def test_where_memory_ran_out_is_avoided_in_bags_too_until_more_has_fitted() -> 
     assert needs.fits(found(540), math.inf)
 
 
+def test_as_many_rows_as_fit_are_below_the_size_at_which_memory_ran_out() -> None:
+    needs = Needs(predicted={("dit", "solo"): line_through((100, 200), (1.0, 2.0))})
+    assert needs.fits(found(needs.most_rows(9.0)), 9.0)
+    needs.exceed(found(500))
+    assert 499.99 < needs.most_rows(9.0) < 500 and needs.fits(found(needs.most_rows(9.0)), 9.0)
+
+
 def test_a_plan_avoids_a_shape_that_ran_out_of_memory() -> None:
     items, made = step(), Profile.from_flops(DIT, geometry=Geometry())
     largest = rows(2, 33, 64, 96)

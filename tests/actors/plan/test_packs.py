@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -12,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.plan.costs.fit import Fit
+from actors.plan.costs.max_frames import MaxFrames
+from actors.plan.costs.needs import TRIES, Footprint, Needs
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossIsland, CrossNode, Topology
+from actors.plan.schedule.check import check
 from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies import cascade as cascade_strategy
 from actors.plan.strategies.knapsack import knapsack_step
-from actors.plan.types import Cascade, Cluster, Item, Module, Part
+from actors.plan.types import Cascade, Cluster, Item, Module, Part, PlanError
 from actors.planning.make_plan import make_plan
 from actors.planning.observations import Observation, learn
 from app.bench.cluster.physics import Physics
@@ -199,3 +203,78 @@ def test_packs_of_a_step_are_learned_by_one_fit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Profile, "_fit", lambda self, module: fits.append(module) or fit(self, module))  # type: ignore[func-returns-value]
     assert not learn(profile, [Observation(module="dit", parts=PARTS, degree=1, seconds=5.0)] * 8)
     assert fits == ["dit"] and profile.live[PARTS[0].key("dit", 1)].count == 9
+
+
+def clips(number: int) -> list[Item]:
+    """Each one longer than the one before, with encodes from a cache."""
+    return [
+        Item(id=f"i{n}", batch=1, frames=17, height=64 * (1 + n), width=64, text_tokens=20, cached=("text", "vae"))
+        for n in range(number)
+    ]
+
+
+def dits(profile: Profile, items: list[Item], cluster: Cluster, options: PlanOptions) -> dict[str, Footprint]:
+    """DiT cascades of a plan that may run, with their sizes."""
+    plan = make_plan([items], profile, cluster, options)
+    check(plan, [items], profile, cluster)
+    by_id = {item.id: item for item in items}
+    return {
+        one.id: profile.footprint(
+            "dit", [Samples.of_item(by_id[part.item], part.count) for part in one.parts], one.degree
+        )
+        for one in plan.steps[0].cascades
+        if one.module == "dit"
+    }
+
+
+def largest(found: dict[str, Footprint]) -> Footprint:
+    return max(found.values(), key=lambda one: one.units)
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "exact", "knapsack", "knapformer"])
+@pytest.mark.parametrize(("degrees", "workers", "topology"), [((1,), 2, ""), ((1, 2), 4, ""), ((1, 2), 4, "g2n2")])
+def test_a_pack_that_ran_out_of_memory_is_planned_no_more(
+    strategy: str, degrees: tuple[int, ...], workers: int, topology: str
+) -> None:
+    """Also where all workers together have no more than that limit for the step: bags then run several packs."""
+    profile = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.5, degrees=degrees)
+    options = PlanOptions(strategy=strategy, topology=topology, budget_s=0.02, proof_s=0.1, degrees=degrees[-1:])
+    limit = math.inf
+    for turn in range(3):
+        found = dits(profile, clips(8), Cluster(nodes=(workers,)), options)
+        packs = [one.units for name, one in found.items() if "+" in name]
+        assert all(units < limit for units in packs)
+        assert packs or turn, "packs save launches"
+        limit = largest(found).units
+        assert profile.exceed(largest(found))
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "knapsack", "knapformer"])
+def test_a_clip_alone_on_its_worker_is_tried_three_times(strategy: str) -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.5, degrees=(1,))
+    options = PlanOptions(strategy=strategy, budget_s=0.02, degrees=(1,))
+    for _ in range(TRIES):
+        found = dits(profile, clips(2), Cluster(nodes=(2,)), options)
+        assert len(found) == 2
+        assert profile.exceed(largest(found))
+    with pytest.raises(PlanError, match="no legal degree for dit"):
+        dits(profile, clips(2), Cluster(nodes=(2,)), options)
+
+
+def test_a_pack_that_may_not_run_is_no_plan_where_there_is_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.5, degrees=(1,))
+    options = PlanOptions(budget_s=0.02)
+    limit = largest(dits(profile, clips(8), Cluster(nodes=(2,)), options))
+    profile.exceed(limit)
+    monkeypatch.setattr(Needs, "most_rows", lambda *_: math.inf)
+    monkeypatch.setattr("actors.plan.strategies.knapsack._fits", lambda *_: True)
+    assert largest(dits(profile, clips(8), Cluster(nodes=(2,)), options)).units < limit.units
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "knapsack"])
+def test_a_batch_that_ran_out_of_memory_when_it_was_measured_is_no_pack_of_its_clips(strategy: str) -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.5, degrees=(1,))
+    profile.max_frames = (MaxFrames(module="dit", degree=1, height=64, width=64, batch=3, frames=9),)
+    batch = [replace(clips(1)[0], batch=4)]
+    found = dits(profile, batch, Cluster(nodes=(1,)), PlanOptions(strategy=strategy, budget_s=0.02))
+    assert len(found) == 2
