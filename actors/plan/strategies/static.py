@@ -17,6 +17,8 @@ class Static:
 
     def plan(self, problem: Problem, seed: int) -> list[Cascade]:
         wanted = problem.options.static_degree
+        if not problem.items:  # nothing has a degree
+            return []
         best: tuple[float, list[list[Cascade]]] | None = None
         for degree in [wanted] if wanted else _legal(problem):
             plans = [plan for step in problem.numbers if (plan := static_step(problem, step, degree)) is not None]

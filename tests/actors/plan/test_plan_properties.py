@@ -69,6 +69,12 @@ def test_every_plan_of_every_strategy_is_legal(steps: list, cluster: Cluster, st
         assert mean_seconds(plan) >= rolling_bound(Problem(workload, FLOPS, cluster, options)) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_without_items_have_an_empty_plan(strategy: str) -> None:
+    plan = make_plan([[], []], FLOPS, Cluster(nodes=(2,)), counted(strategy=strategy, budget_s=0.01))
+    assert [step.cascades for step in plan.steps] == [(), ()]
+
+
 def mean_seconds(plan: Plan) -> float:
     return statistics.fmean(step.makespan_s for step in plan.steps)
 
