@@ -22,6 +22,7 @@ from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import text_layers, tiling_of
 from ops.models.load import trained_part
+from ops.models.other_forms import OtherForm
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -225,7 +226,7 @@ def _layers_if_there(text: TextConfig) -> int:
     """Layers of a text encoder; of a preset whose folder is not here as many as the random one has."""
     try:
         return text_layers(text)
-    except FileNotFoundError:
+    except (FileNotFoundError, OtherForm):
         return text.num_layers
 
 
@@ -234,5 +235,5 @@ def _tiling_if_there(vae: VAEConfig) -> Tiling:
     that it cuts none."""
     try:
         return tiling_of(vae)
-    except FileNotFoundError:
+    except (FileNotFoundError, OtherForm):
         return Tiling()

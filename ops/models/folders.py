@@ -20,7 +20,7 @@ from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
-from ops.models.other_forms import OtherForm, check_form, check_path, how_to_get
+from ops.models.other_forms import LiesBelow, OtherForm, check_form, check_path, how_to_get
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
 _TOKENIZER_JSON = ("tokenizer*.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
@@ -31,12 +31,12 @@ _TEXT_WITHIN = {"qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
 def component(path: str | Path, *names: str) -> Path:
     """The folder of a component: `path`/name for the first of `names` that exists, else `path` itself.
 
-    Raises FileNotFoundError when neither holds a config.json, and ConfigError for weights in another form.
+    Raises FileNotFoundError when neither holds a config.json, and OtherForm for weights in another form.
     """
     root = Path(path).expanduser()
     for folder in [*(root / name for name in names), root]:
         if (folder / "config.json").is_file():
-            check_form(folder)
+            check_form(folder, names)
             return folder
     check_path(root, names)
     found = f"holds no config.json, neither itself nor in {' or '.join(names)}/" if root.is_dir() else "does not exist"
@@ -270,6 +270,8 @@ def _named_on_the_hub(model: ModelConfig) -> Iterator[None]:
     """Errors of files that are missing, or in another form, say how to get them, where the model says from where."""
     try:
         yield
+    except LiesBelow:
+        raise
     except (FileNotFoundError, OtherForm) as error:
         paths = [model.dit.path, model.vae.path, model.text.path, model.image.path if model.image else None]
         given = [path for path in paths if path]

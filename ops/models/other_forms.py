@@ -17,6 +17,10 @@ from ops.typed import ConfigError
 
 _CACHED = "models--"  # how folders of the Hub's cache begin, before the owner and the name of a repository
 
+_READ_BY_CONVERT = (".safetensors", ".safetensors.index.json")  # a pickle is none
+_REPOSITORY = "the repository that model.hub of a preset names"
+_REST = "VAE and text encoder come from the repository in Diffusers' form."
+
 _NAMES = {"_class_name", "architectures", "model_type"}  # one of which Diffusers and Transformers always write
 
 
@@ -24,26 +28,37 @@ class OtherForm(ConfigError):
     """Weights are there, and not as a Diffusers folder. Another one has to be got, elsewhere."""
 
 
-def check_form(folder: Path) -> None:
-    """Raises OtherForm for a folder whose config.json is of the authors' own code."""
+class LiesBelow(OtherForm):
+    """The Diffusers folder is there, below the path: nothing has to be got."""
+
+
+def check_form(folder: Path, names: Sequence[str]) -> None:
+    """Raises OtherForm for a folder whose config.json is of the authors' own code, where one of the components is
+    looked for."""
     fields = read_json(folder / "config.json")
     name = fields.get("_class_name")
     families = [family for family in FAMILIES.values() if name and name == family.authors_class]
     nameless = bool(fields) and not fields.keys() & _NAMES
     if families or nameless:
         found = "has a config.json that names no class, as that of" if nameless else f"is a {name}, in the form of"
-        converted = any(family.converter for family in families)
+        made = ""
+        if any(family.converter for family in families) and _are_converted(names) and any(folder.glob("*.safetensors")):
+            made = f" {_made_by_convert(folder)}; {_REST}"
         raise OtherForm(
-            f"{folder} {found} its authors' own code; a Diffusers folder is needed, such as the repository that "
-            f"model.hub of a preset names.{f' {_made_by_convert(folder)}' if converted else ''}"
+            f"{folder} {found} its authors' own code; a Diffusers folder is needed, such as {_REPOSITORY}.{made}"
         )
 
 
 def check_path(root: Path, names: Sequence[str]) -> None:
-    """Raises OtherForm for a path that is a file, and ConfigError for the Hub's cache of a repository that has one of
-    the components; a folder that merely lacks them is left to the caller."""
+    """Raises OtherForm for a path that is a file, and LiesBelow for the Hub's cache of a repository that has one of the
+    components; a folder that merely lacks them is left to the caller."""
     if root.is_file():
-        raise OtherForm(f"{root} is one file, and a Diffusers folder is needed. {_made_by_convert(root)}")
+        is_one = f"{root} is one file, and a Diffusers folder is needed"
+        if _are_converted(names) and root.name.endswith(_READ_BY_CONVERT):
+            known = [name for name, family in FAMILIES.items() if family.converter]
+            of = f"of {', '.join(known[:-1])} or {known[-1]} (model.dit.architecture)"
+            raise OtherForm(f"{is_one}. {_made_by_convert(root)} {of}; {_REST}")
+        raise OtherForm(f"{is_one}, such as {_REPOSITORY}.")
     found = [
         snapshot
         for snapshot in root.glob("snapshots/*")
@@ -53,7 +68,7 @@ def check_path(root: Path, names: Sequence[str]) -> None:
         main = root / "refs" / "main"
         current = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
         folder = max(found, key=lambda snapshot: (snapshot.name == current, snapshot.stat().st_mtime))
-        raise ConfigError(f"{root} is the Hub's cache of a repository, whose files lie below it. Give {folder}.")
+        raise LiesBelow(f"{root} is the Hub's cache of a repository, whose files lie below it. Give {folder}.")
 
 
 def how_to_get(hub: str, paths: Sequence[str]) -> str:
@@ -77,8 +92,12 @@ def _takes_download(path: str) -> bool:
     return not is_other and UPLOADED not in path and not any(part.startswith(_CACHED) for part in root.parts)
 
 
+def _are_converted(names: Sequence[str]) -> bool:
+    """Whether `heddle convert` makes the folder of these components: it does of a transformer's alone."""
+    return any(name.startswith("transformer") for name in names)
+
+
 def _made_by_convert(path: Path) -> str:
     return (
-        f"`heddle convert {shlex.quote(str(path))} --config MODEL.yaml --to DIR` makes one of a transformer's weights; "
-        f"VAE and text encoder come from the repository in Diffusers' form."
+        f"`heddle convert {shlex.quote(str(path))} --config MODEL.yaml --to DIR` makes one of a transformer's weights"
     )

@@ -12,6 +12,7 @@ from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, AnyDiT
 from ops.models.files import read_json
 from ops.models.folders import class_of, component, dit_config, pipeline_of
+from ops.models.other_forms import OtherForm
 
 EXPORTED = "heddle.yaml"  # beside the parts of an export: the settings of its run
 _OF_TEXT = ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty")
@@ -21,7 +22,8 @@ def recipe_of(dit: AnyDiT) -> TrainingRecipe | None:
     """The recipe of the published weights in `dit.path`, by the files beside them; None for weights of no family, and
     for an export, which was trained as its run was.
 
-    Raises FileNotFoundError where there are no weights, and ValueError for those of another training than is computed.
+    Raises FileNotFoundError where there are no weights, OtherForm for those in another form, and ValueError for those
+    of another training than is computed.
     """
     assert dit.path is not None
     folder = component(dit.path, dit.part)
@@ -59,7 +61,7 @@ def recipe_notes(dit: AnyDiT, text: TextConfig, flow: FlowConfig, fps: float | N
     is `data.fps`; None: the run trains pictures alone."""
     try:
         recipe = recipe_of(dit) if dit.path else None
-    except FileNotFoundError:  # the start refuses such a folder with the reason
+    except (FileNotFoundError, OtherForm):  # the start refuses such a folder with the reason
         return []
     except ValueError as error:
         return [f"{dit.path}: {error}"]

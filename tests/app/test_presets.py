@@ -18,8 +18,10 @@ from app.settings.config import RunConfig
 from app.settings.errors import exit_code
 from app.settings.resume import kind_of
 from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
 from ops.models.files import read_json
-from ops.models.folders import check_weights, dit_json, resolve, vae_numbers
+from ops.models.folders import check_weights, component, dit_json, resolve, vae_numbers
+from ops.models.other_forms import OtherForm
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
 
@@ -117,12 +119,33 @@ def test_a_single_file_is_told_as_one_and_not_downloaded_into(setting: str, tmp_
     with pytest.raises(ConfigError) as told:
         resolve(moved_to(model, setting, file))
     said = str(told.value)
-    assert said.startswith(f"{file} is one file, and a Diffusers folder is needed. `heddle convert {file} --config ")
+    assert said.startswith(f"{file} is one file, and a Diffusers folder is needed")
     assert said.endswith(f"--local-dir {tmp_path / 'models'}`.") and exit_code(told.value) == Exit.USAGE
+    assert (f"`heddle convert {file} --config MODEL.yaml --to DIR`" in said) == (setting == "dit"), (
+        "a transformer alone"
+    )
     with pytest.raises(ConfigError, match=r"--local-dir FOLDER`, to a FOLDER that all nodes see\.$"):
         resolve(on_folder(file))
-    with pytest.raises(ConfigError, match=r"repository in Diffusers' form\.$"):
+    with pytest.raises(ConfigError, match=r"such as the repository that model\.hub of a preset names\.$"):
         resolve(replace(on_folder(file), hub=None))
+
+
+def test_files_are_converted_where_their_family_has_a_converter(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"in Diffusers' form\.$") as told:
+        component(file, "transformer_2")
+    (listed,) = re.findall(r"transformer's weights of (.*) \(model\.dit\.architecture\)", str(told.value))
+    assert set(re.split(r", | or ", listed)) == {name for name, family in FAMILIES.items() if family.converter}
+
+
+@pytest.mark.parametrize("name", ["a.pth", "mp_rank_00_model_states.pt", "a-Q8_0.gguf"])
+def test_a_pickle_is_not_told_to_be_converted(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(
+        ConfigError, match=r"is one file, .* such as the repository that model\.hub of a preset names\.$"
+    ):
+        component(tmp_path / name, "transformer")
 
 
 @pytest.mark.parametrize("setting", ["dit", "vae", "text"])
@@ -130,12 +153,23 @@ def test_a_folder_of_the_authors_own_code_is_told_as_one(setting: str, tmp_path:
     model, theirs = on_folder(downloaded(tmp_path / "models")), tmp_path / "Wan2.1-T2V-1.3B"
     theirs.mkdir()
     (theirs / "config.json").write_text('{"_class_name": "WanModel", "model_type": "t2v"}')
+    (theirs / "diffusion_pytorch_model.safetensors").write_bytes(b"x")
     with pytest.raises(ConfigError) as told:
         resolve(moved_to(model, setting, theirs))
     said = str(told.value)
     assert said.startswith(f"{theirs} is a WanModel, in the form of its authors' own code") and "model.hub" in said
-    assert f"`heddle convert {theirs} --config MODEL.yaml --to DIR`" in said
+    assert (f"`heddle convert {theirs} --config MODEL.yaml --to DIR`" in said) == (setting == "dit")
     assert said.endswith(f"--local-dir {tmp_path / 'models'}`."), "and not into what is there"
+
+
+@pytest.mark.parametrize("name", ["WanModel", "HYVideoDiffusionTransformer", "HunyuanVideo_1_5_DiffusionTransformer"])
+def test_pickles_of_the_authors_and_weights_without_a_converter_are_not_told_to_be_converted(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
+    (tmp_path / ("a.safetensors" if "_1_5_" in name else "mp_rank_00_model_states.pt")).write_bytes(b"x")
+    with pytest.raises(OtherForm, match=r"that model\.hub of a preset names\.$"):
+        component(tmp_path, "transformer")
 
 
 def test_a_folder_that_names_no_class_is_told_as_the_authors_own(tmp_path: Path) -> None:
@@ -144,13 +178,6 @@ def test_a_folder_that_names_no_class_is_told_as_the_authors_own(tmp_path: Path)
         ConfigError, match=r"names no class, as that of its authors' own code; .*-dir models/hunyuan-video`"
     ):
         resolve(moved_to(model_of("hunyuan-13b"), "text", tmp_path))
-
-
-def test_what_cannot_be_converted_is_not_told_to_be(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"_class_name": "HunyuanVideo_1_5_DiffusionTransformer"}')
-    with pytest.raises(ConfigError, match=r"that model\.hub of a preset names\. To get it: `hf download") as told:
-        resolve(moved_to(model_of("hunyuan1.5-8b"), "text", tmp_path))
-    assert "heddle convert" not in str(told.value)
 
 
 def test_the_cache_of_the_hub_is_answered_with_the_folder_in_it(tmp_path: Path) -> None:

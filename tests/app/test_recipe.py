@@ -261,3 +261,18 @@ def test_noise_levels_of_hunyuan_are_those_of_its_authors(preset: str, shift: fl
     for place in (0.1, 0.5, 0.9):
         plain = 1 / (1 + math.exp(-NormalDist().inv_cdf(place)))
         assert drawn[int(place * 4000)] == pytest.approx(shift * plain / (1 + (shift - 1) * plain), abs=0.03)
+
+
+def test_weights_in_another_form_are_refused_once_and_not_noted(tmp_path: Path) -> None:
+    """The start refuses them with the reason."""
+    config, file, cache = load("runs/wan2.1-14b-lora-80gb"), tmp_path / "a.safetensors", tmp_path / "models--a--b"
+    file.write_bytes(b"x")
+    part = cache / "snapshots" / "1" / "transformer"
+    part.mkdir(parents=True)
+    (part / "config.json").write_text("{}")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text('{"_class_name": "WanModel"}')
+    for path in (file, cache, theirs):
+        model = replace(config.model, dit=replace(config.model.dit, path=str(path)))
+        assert [note for note in notes(replace(config, model=model)) if str(path) in note] == []

@@ -25,7 +25,7 @@ from ops.comm.collectives import Group
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ALL_TRAINED, TrainedPart
-from ops.models.config import ModelConfig, VAEConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, trained_part
 from ops.models.wan.config import WanConfig
@@ -241,3 +241,14 @@ def test_a_gpu_that_no_table_lists_has_half_of_its_bf16_in_fp32() -> None:
         for train in (BF16, FP32)
     )
     assert fp32 == pytest.approx(2 * bf16)
+
+
+def test_encoders_that_are_in_another_form_are_priced_as_ones_that_are_not_here(tmp_path: Path) -> None:
+    """A benchmark prices presets whose folders are not here; the load of such a file says what it is."""
+    file = tmp_path / "wan_2.1_vae.safetensors"
+    missing = ModelConfig(
+        vae=VAEConfig(kind="diffusers", path=str(file)), text=TextConfig(kind="t5", path=str(file), d_model=64)
+    )
+    prices = flop_profile(missing, GEOMETRY, "NVIDIA H100 80GB HBM3", train=BF16)
+    file.write_bytes(b"x")
+    assert profile_json(flop_profile(missing, GEOMETRY, "NVIDIA H100 80GB HBM3", train=BF16)) == profile_json(prices)
