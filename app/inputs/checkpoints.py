@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.state.checkpoint_files import CheckpointError, Meta, complete, damage, is_complete, latest, step_folder
+from actors.state.checkpoint_files import (
+    CheckpointError,
+    Meta,
+    complete,
+    damage,
+    is_complete,
+    latest,
+    step_folder,
+    step_folders,
+)
 from actors.state.checkpoint_writer import root_of, step_of
+from app.records.metrics import newest_line
 from app.settings.config import RunConfig, names
 from app.settings.run_folder import run_dir
 from app.settings.written_by import explained
@@ -63,6 +73,18 @@ def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool, ve
             f"or move that folder elsewhere to go back once more."
         )
     return checkpoint
+
+
+def steps_begun(config: RunConfig, back_to: int | None = None) -> int:
+    """How many steps a resume of the run takes for done, at most: keepers that are alive hold more than the newest
+    checkpoint, and what they hold is in the metrics. 0 where there is no run. Raises OSError where storage does not
+    list checkpoints."""
+    if back_to is not None:
+        return back_to
+    folder = run_dir(config)
+    newest = next(filter(is_complete, reversed(step_folders(root_of(folder)))), None)
+    step, _ = newest_line(folder) or (-1, 0)
+    return max(steps_of(newest) if newest is not None else 0, step + 1)
 
 
 def later_folder(run: Path, checkpoint: Path) -> Path:

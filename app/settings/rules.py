@@ -15,6 +15,7 @@ from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.attention.table import AttentionTable, name_of
 from ops.config import TIMES, FlowConfig, ForcingSchedule
+from ops.counted import counted
 from ops.degrees import bags_of
 from ops.flow.forcing import windows_of
 from ops.geometry import Geometry
@@ -178,21 +179,40 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
         )
 
 
-def check_more_than_first(model: ModelConfig, data: DataConfig) -> None:
-    """A transformer that starts from a picture is trained on clips that go on from it. For runs that begin: what an
-    earlier one has trained is still sampled and exported."""
+def check_more_than_first(model: ModelConfig, data: DataConfig, begun: int = 0) -> None:
+    """A transformer that starts from a picture is trained on clips that go on from it. For what comes after the first
+    `begun` steps, which an earlier start has made: a run whose pictures are over goes on, and is sampled and exported.
+    """
     if not model.dit.starts_from_image:
         return
-    pictures = [number for number, buckets in enumerate(data.tables) if buckets.has_pictures]
+    ends = [stage.until_step for stage in data.stages]
+    pictures = [
+        number
+        for number, (end, buckets) in enumerate(zip(ends, data.tables))
+        if buckets.has_pictures and (not end or end > begun)
+    ]
     if not pictures:
         return
-    own = data.stages[pictures[0]].buckets is not None
+    number = pictures[0]
+    own = data.stages[number].buckets is not None
     raise ConfigError(
-        f"{f'data.segments.{pictures[0]}' if own else 'data'}.buckets has buckets of one frame, and the transformer of "
+        f"{f'data.segments.{number}' if own else 'data'}.buckets has buckets of one frame, and the transformer of "
         f"model.dit is given the first frame of each clip: a picture is no more than that, and teaches to copy it. "
-        f"Leave buckets of more frames. A run that has trained on pictures cannot change them: begin a new one with "
-        f"train.init_from and the folder of that one."
+        f"{_without_pictures(number, [0, *ends][number], ends[number], begun, own=own)}"
     )
+
+
+def _without_pictures(number: int, begin: int, end: int, begun: int, *, own: bool) -> str:
+    """How a segment from step `begin` to `end` gets along without them. What a run has trained on stays: a resume
+    takes other buckets for a segment that is to come, and another end for the one that it stands in."""
+    if begun > begin:
+        return (
+            f"This run has {counted(begun, 'step')}: let data.segments end these buckets there, by an entry with "
+            f"until_step: {begun}, and go on with buckets of more frames, {{until_step: {end}, buckets: {{...}}}}."
+        )
+    if begun and not own:
+        return f"Give data.segments.{number} buckets of its own, of more frames."
+    return "Leave buckets of more frames."
 
 
 def check_cache(data: DataConfig, model: ModelConfig, sample: SampleConfig) -> None:

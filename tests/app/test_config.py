@@ -664,6 +664,77 @@ def test_buckets_of_pictures_are_found_in_every_kind_of_table() -> None:
         check_read(RunConfig.load(path, [*given, setting]))
 
 
+def of_segments(*ends_and_shapes: tuple[int, str]) -> list[str]:
+    entries = ", ".join(f"{{until_step: {end}, buckets: {{table: [{shape}]}}}}" for end, shape in ends_and_shapes)
+    first = ["model.dit.first_frame=channels", "sample.prompts=[]", "data.buckets.table=[1x32x48]"]
+    return [*first, f"data.segments=[{entries}]"]
+
+
+def test_of_a_resume_the_pictures_that_are_still_to_come_are_refused() -> None:
+    path = ROOT / "configs" / "runs" / "demo.yaml"
+    over = RunConfig.load(path, of_segments((10, "1x32x48"), (0, "9x32x48")))
+    check_read(over, begun=10)
+    with pytest.raises(ConfigError, match=r"^data\.segments\.0\.buckets .* with until_step: 9, .*until_step: 10, buck"):
+        check_read(over, begun=9)
+    later = RunConfig.load(path, of_segments((10, "9x32x48"), (20, "1x32x48"), (0, "9x32x48")))
+    with pytest.raises(ConfigError, match=r"^data\.segments\.1\.buckets .* Leave buckets of more frames\.$"):
+        check_read(later, begun=10)
+    with pytest.raises(ConfigError, match=r"^data\.segments\.1\.buckets .* This run has 11 steps: .*until_step: 11, "):
+        check_read(later, begun=11)
+    check_read(later, begun=20)
+
+
+def test_pictures_of_all_segments_are_taken_out_of_those_that_are_still_to_come() -> None:
+    """`data.buckets` stay what a run has trained on."""
+    path, first = ROOT / "configs" / "runs" / "demo.yaml", of_segments((0, "1x32x48"))[:-1]
+    plain = RunConfig.load(path, first)
+    with pytest.raises(ConfigError, match=r"buckets of more frames\.$"):
+        check_read(plain)
+    with pytest.raises(ConfigError, match=r"^data\.buckets .* until_step: 7, and .* \{until_step: 0, buckets"):
+        check_read(plain, begun=7)
+    check_read(RunConfig.load(path, [*first, f"data.segments=[{{until_step: 7}}, {CLIPS}]"]), begun=7)
+    two = RunConfig.load(path, [*first, "data.segments=[{until_step: 7}, {until_step: 0, items_per_step: 1}]"])
+    with pytest.raises(
+        ConfigError, match=r"^data\.buckets .* Give data\.segments\.1 buckets of its own, of more frames"
+    ):
+        check_read(two, begun=7)
+
+
+CLIPS = "{until_step: 0, buckets: {table: [9x32x48]}}"
+
+
+@pytest.mark.parametrize("begin", [train, dry_run], ids=["train", "dry-run"])
+def test_a_resume_after_its_pictures_is_not_refused_for_them(
+    begin: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By checkpoints and by metrics: keepers may hold more than the newest checkpoint."""
+    path = ROOT / "configs" / "runs" / "demo.yaml"
+    given = [f"run.dir={tmp_path}", "run.name=x", *of_segments((10, "1x32x48"), (0, "9x32x48"))]
+    folder = prepare_run_dir(RunConfig.load(path, given))
+    for module in ("app.run.launch", "app.plan.dry_run"):
+        monkeypatch.setattr(f"{module}.check_installed", passed)
+    refused = r"^data\.segments\.0\.buckets has buckets of one frame"
+    for steps, why in ((0, refused), (9, r"This run has 9 steps"), (10, r"^passed$")):
+        if steps:
+            (folder / "metrics.jsonl").write_text(f'{{"step": {steps - 1}}}\n')
+        with pytest.raises(ConfigError, match=why):
+            begin(path, given, resume=True)
+    with pytest.raises(ConfigError, match=r"This run has 4 steps"):
+        begin(path, given, resume=True, back_to=4)
+    with pytest.raises(ConfigError, match=refused):
+        begin(path, given, overwrite=True)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "checkpoints" / "step-9").mkdir(parents=True)
+    (folder / "checkpoints" / "step-9" / "COMPLETE").write_text('{"files": {}}')
+    with pytest.raises(ConfigError, match=r"^passed$"):
+        begin(path, given, resume=True)
+
+
+def passed(track: object) -> None:
+    """In the place of what comes after the rules."""
+    raise ConfigError("passed")
+
+
 def test_noise_on_pictures_is_refused_without_pictures_and_with_cached_latents(tmp_path: Path) -> None:
     noise = "train: {picture_noise: {}}\n"
     with pytest.raises(
