@@ -18,6 +18,7 @@ from actors.planning.learned import refuse_other, setting_of
 from actors.planning.memory import MemoryForecast
 from ops.degrees import bags_of
 from ops.geometry import Geometry
+from ops.models.base.flops import TrainedPart
 from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import text_layers, tiling_of
@@ -158,13 +159,15 @@ def flop_profile(
     device: str = "",
     measured: Mapping[str, float] | None = None,
     train: TrainConfig | None = None,
+    part: TrainedPart | None = None,
 ) -> Profile:
     """The FLOP model of workers on this device: `cpu`, names of GPUs (a table knows published ones; of several with "+"
     between them the slowest counts), or "", which is taken for a CPU. A GPU that is neither in the table nor among the
     `measured` is timed for ten seconds where it is this process's own; else it is taken for an H100, and a note of the
-    profile says so. `train` says in what it multiplies and sends; None: a GPU in bf16, a CPU in fp32."""
+    profile says so. `train` says in what it multiplies and sends; None: a GPU in bf16, a CPU in fp32. `part`: what is
+    trained (None: what the model's settings say)."""
     parts = (model.dit, model.vae, model.text, geometry, model.image, _tiling_if_there(model.vae))
-    part = trained_part(model.dit)
+    part = part or trained_part(model.dit)
     if device in ("", "cpu"):
         return Profile.from_flops(*parts, part=part, element_bytes=train.element_bytes if train is not None else 4)
     train = train or TrainConfig(autocast="bfloat16")

@@ -19,9 +19,10 @@ from app.drawing.video import mp4_of, sheet_frames
 from app.sampling.clips import ClipOrder, ClipSettings, groups_of, make_clips
 from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.prompts import EncodedPrompts, PromptRows
-from app.sampling.ways import BagWay, Halves, cheapest_way
+from app.sampling.ways import BagWay, Halves, cheapest_way, has_points
 from ops.comm.collectives import Group
 from ops.models.added_lora import LoraFile
+from ops.models.base.flops import ALL_TRAINED
 
 if TYPE_CHECKING:
     import torch
@@ -189,16 +190,22 @@ class ClipWorkerHandle(Protocol):
 
 
 def profile_for(config: RunConfig, geometry: Geometry, device: torch.device) -> Profile:
-    """Costs of a run's model on a device: the run's own profile where it is of this one, else by its FLOPs."""
+    """Costs of a run's model on a device: the run's own profile where passes of its transformer were measured on this
+    one in the run's precision, else by the FLOPs of training all weights."""
     from actors.plan.types import PlanError
     from actors.planning.options import flop_profile, profile_of
 
     name = device_name(device) if device.type == "cuda" else "cpu"
-    try:
-        return profile_of(config.planner, config.model, geometry, name)
-    except (OSError, PlanError) as error:  # of a file that is not here, or of other workers
-        log.info("%s", error)
-        return flop_profile(config.model, geometry, name)
+    # clips are made of weights on the device, wherever those of a training lie
+    train = replace(config.train, memory=replace(config.train.memory, parameters="auto"))
+    if config.planner.profile:
+        try:
+            found = profile_of(config.planner, config.model, geometry, name, train)
+            if has_points(found):
+                return found
+        except (OSError, PlanError) as error:  # of a file that is not here, or of other workers
+            log.info("%s", error)
+    return flop_profile(config.model, geometry, name, train=train, part=ALL_TRAINED)
 
 
 def _saved(job: ClipJob) -> SavedModel:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from actors.plan.costs.point import Samples
+from ops.models.base.flops import ALL_TRAINED
+from ops.models.load import trained_part
 from ops.spatial_temporal.choice import SliceRates, choose
 from ops.typed import ConfigError
 
@@ -120,8 +122,9 @@ def cheapest_way(
 def forward_s(
     model: ModelConfig, settings: ClipSettings, grid: tuple[int, int, int], profile: Profile, degree: int
 ) -> float:
-    """Seconds of a forward of one clip. A profile prices passes of training: of blocks that attend to all rows both
-    computation and exchanges grow alike with a backward, of spatial-temporal ones they do not."""
+    """Seconds of a forward of one clip. A profile prices passes of training, with points those of the run's own and
+    else of all weights (`profile_for`): of blocks that attend to all rows a pass is as many forwards as its products
+    are, of spatial-temporal ones the rates of slices know."""
     dit, text = model.dit, model.text.most_tokens
     if not dit.deals_heads:
         assert dit.slicing is not None, "a bag deals out frames and positions"
@@ -129,4 +132,10 @@ def forward_s(
         costs = profile.slice_rates().layer_costs(frames, positions, 1, text, degree)
         return dit.num_layers * choose(frames, positions, degree, costs, False, dit.slicing).total_s
     clip = Samples.of(1, (settings.frames, settings.height, settings.width), text)
-    return profile.seconds("dit", clip, degree) / (4 if dit.gradient_checkpointing else 3)
+    part = trained_part(dit) if has_points(profile) else ALL_TRAINED
+    return profile.seconds("dit", clip, degree) / part.products(dit.gradient_checkpointing)
+
+
+def has_points(profile: Profile) -> bool:
+    """Whether passes of the transformer were measured."""
+    return bool(profile.points("dit")[0])

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import write_profile
+from app.sampling.clip_worker import profile_for
 from app.sampling.clips import ClipSettings
 from app.sampling.ways import cheapest_way, check_together, forward_s, legal_sizes
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection
 from ops.config import ForcingSchedule
 from ops.flow.sampling import SamplerConfig
 from ops.geometry import Geometry
@@ -22,6 +29,7 @@ from ops.typed import ConfigError
 GUIDED, ALONE = SamplerConfig(), SamplerConfig(guidance_scale=1.0)
 WAN, LATTE = WanConfig(num_layers=4, num_heads=12), LatteConfig(num_layers=4, num_heads=2, head_dim=64, ffn_dim=512)
 GRID = (3, 2, 3)
+RUN = RunSection(name="tiny")
 GEOMETRY = Geometry(vae_stride=(4, 8, 8), patch=(1, 2, 2))
 SETTINGS = ClipSettings(frames=17, height=128, width=128, fps=8.0, seed=0, sampler=GUIDED)  # 5 x 8 x 8 tokens
 
@@ -66,6 +74,43 @@ def test_what_was_measured_decides() -> None:
     for degree in (1, 3):
         known.measure(("dit", 1, 17, 128, 128, degree), seconds)
     assert cheapest_way(3, model, SETTINGS, GEOMETRY, known).bags == 2
+
+
+@pytest.mark.parametrize("dit", [WAN, LATTE], ids=["wan", "latte"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_forward_takes_as_long_whatever_was_trained(dit: WanConfig | LatteConfig, again: bool) -> None:
+    grid, last = GEOMETRY.token_grid(SETTINGS.frames, SETTINGS.height, SETTINGS.width), "*blocks.3"
+    took = set()
+    for changed in ({}, {"lora_rank": 4}, {"train_only": (last,)}, {"train_only": ("proj_out",)}):
+        model = ModelConfig(dit=replace(dit, gradient_checkpointing=again, **changed), text=TextConfig(max_length=16))
+        known = profile_for(RunConfig(run=RUN, model=model), GEOMETRY, torch.device("cpu"))
+        took |= {forward_s(model, SETTINGS, grid, known, degree) for degree in (1, 2)}
+    assert len(took) == 2, "of each degree one"
+
+
+def test_a_forward_is_a_share_of_the_pass_that_was_measured(tmp_path: Path) -> None:
+    """A file of a LoRA run has passes of two forwards of products, one of all weights three."""
+    grid = GEOMETRY.token_grid(SETTINGS.frames, SETTINGS.height, SETTINGS.width)
+    for changed, forwards in (({}, 3), ({"lora_rank": 4}, 2), ({"train_only": ("proj_out",)}, 1)):
+        model = ModelConfig(dit=replace(WAN, **changed), text=TextConfig(max_length=16))
+        measured = Profile(degrees={"dit": (1,)})
+        measured.measure(("dit", 1, 17, 128, 128, 1), 6.0)
+        write_profile(measured, tmp_path / "p.json")
+        config = RunConfig(run=RUN, model=model, planner=PlannerConfig(profile=str(tmp_path / "p.json")))
+        known = profile_for(config, GEOMETRY, torch.device("cpu"))
+        assert forward_s(model, SETTINGS, grid, known, 1) == pytest.approx(6.0 / forwards)
+
+
+def test_clips_are_priced_in_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.sampling.clip_worker.device_name", lambda device: "NVIDIA H100")
+    trains = (TrainConfig(autocast="bfloat16"), TrainConfig())
+    bf16, fp32 = (
+        profile_for(RunConfig(run=RUN, model=ModelConfig(dit=WAN), train=train), GEOMETRY, torch.device("cuda"))
+        for train in trains
+    )
+    assert (bf16.element_bytes, fp32.element_bytes) == (2, 4)
+    ratio = fp32.models["dit"].coefficients[1] / bf16.models["dit"].coefficients[1]
+    assert ratio == pytest.approx(989.4 / 66.9)
 
 
 def test_guidance_that_the_weights_take_has_no_halves() -> None:
