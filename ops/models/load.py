@@ -291,7 +291,9 @@ def _part_of(transformer: nn.Module) -> TrainedPart:
     if config.spatial_temporal:  # these take turns
         blocks = [block for pair in zip(blocks[: count // 2], blocks[count // 2 :], strict=True) for block in pair]
     inside = {weight for block in blocks for weight in block.parameters()}
-    before = takewhile(lambda weight: weight not in inside, transformer.parameters())
+    # of all families the root's own table, which comes first of its parameters, is of the output
+    named = (weight for name, weight in transformer.named_parameters() if name != "scale_shift_table")
+    before = takewhile(lambda weight: weight not in inside, named)
     trained = [number for number, block in enumerate(blocks) if any(one.requires_grad for one in block.parameters())]
     first = 0 if any(weight.requires_grad for weight in before) else min(trained, default=count)
     products = projections(transformer, config)

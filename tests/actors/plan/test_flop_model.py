@@ -76,6 +76,7 @@ def linear_flops(config: DiTConfig) -> int:
         {"train_only": ("blocks.3",)},
         {"train_only": ("blocks.2.ffn", "proj_out")},
         {"train_only": ("*.attn1",)},
+        {"train_only": ("scale_shift_table", "proj_out")},
     ],
     ids=str,
 )
@@ -114,6 +115,8 @@ def test_what_is_trained_late_moves_less_between_ranks() -> None:
     assert trained_part(late) == TrainedPart(weights=0.25, blocks=0.5)
     assert trained_part(replace(WAN, train_only=("blocks.2", "patch_embedding"))).blocks == 1
     assert trained_part(replace(WAN, train_only=("proj_out",))) == TrainedPart(weights=0.0, blocks=0.0)
+    mochi = replace(VARIANTS["mochi"], train_only=("pos_frequencies",))
+    assert trained_part(mochi).blocks == 1, "they turn queries and keys of every block"
     assert exchange_calls(late, trained_part(late)) == 0.75 * exchange_calls(WAN)
     turns = LatteConfig(num_layers=6, train_only=("temporal_transformer_blocks.2",))
     assert trained_part(turns).blocks == pytest.approx(7 / 12), "they take turns with spatial ones"
