@@ -183,14 +183,16 @@ def flop_profile(
         known = device_speed(_ASSUMED)
         assert known is not None
         notes.append(assumption(device))
+    encoders = device_speed(device, measured) or known  # of several GPUs others may be the slowest in another precision
+    own = device_speed(device, measured, "tf32" if train.allows_tf32 else "float32") or known
     profile = Profile.from_flops(
         *parts,
         tflops=_EFFICIENCY * known.peak_tflops(train.products),
-        encoder_tflops=_EFFICIENCY * known.bf16_tflops,
+        encoder_tflops=_EFFICIENCY * encoders.bf16_tflops,
         exchange_gbps=_EFFICIENCY_OF_LINKS * known.link_gbps,
         host_gbps=_EFFICIENCY_OF_COPIES * known.host_gbps,
         text_flops_per_token=24.0 * model.text.d_model**2 * _layers_if_there(model.text),
-        vae_flops_per_pixel=None if model.vae.kind == "haar" else _vae_flops_per_pixel(model.vae, known, train),
+        vae_flops_per_pixel=None if model.vae.kind == "haar" else _vae_flops_per_pixel(model.vae, encoders, own, train),
         launch_s=_LAUNCH_S,
         device=device,
         part=part,
@@ -206,11 +208,11 @@ def assumption(device: str) -> str:
     return f"{what}: an H100's FLOPs are assumed. heddle profile measures cascades; a run corrects them as it goes."
 
 
-def _vae_flops_per_pixel(vae: VAEConfig, device: DeviceSpeed, train: TrainConfig) -> float:
-    """As many as take as long at the rate of bf16 as the VAE's own in its precision."""
+def _vae_flops_per_pixel(vae: VAEConfig, bf16: DeviceSpeed, own: DeviceSpeed, train: TrainConfig) -> float:
+    """As many as take as long on the device that is slowest in bf16 as the VAE's on that of its `own` precision."""
     if vae.dtype_on("cuda") == "bfloat16":
         return _VAE_FLOPS_PER_PIXEL
-    return _VAE_FLOPS_PER_PIXEL * device.bf16_tflops / device.peak_tflops("tf32" if train.allows_tf32 else "float32")
+    return _VAE_FLOPS_PER_PIXEL * bf16.bf16_tflops / own.peak_tflops("tf32" if train.allows_tf32 else "float32")
 
 
 def _measured_here(device: str) -> dict[str, float]:

@@ -187,14 +187,18 @@ def test_encoders_are_priced_in_their_own_precision() -> None:
 
 
 def test_of_several_gpus_the_slowest_in_the_precision_of_the_run_counts() -> None:
-    """An H20 is slower than an A100 in bf16, and faster in fp32."""
-    model = ModelConfig(dit=WAN_14B)
+    """An H20 is slower than an A100 in bf16, and faster in fp32. Encoders have precisions of their own."""
+    vaes = [VAEConfig(kind="diffusers", path="none", dtype=dtype) for dtype in ("bfloat16", "float32")]
+    names = ("NVIDIA A100+NVIDIA H20", "NVIDIA A100", "NVIDIA H20")
     for train, slowest in ((BF16, "NVIDIA H20"), (FP32, "NVIDIA A100")):
-        both, alone = (
-            flop_profile(model, GEOMETRY, name, train=train).models["dit"].coefficients[1]
-            for name in ("NVIDIA A100+NVIDIA H20", slowest)
-        )
-        assert both == alone
+        for vae in vaes:
+            model = ModelConfig(dit=WAN_14B, vae=vae)
+            both, a100, h20 = (flop_profile(model, GEOMETRY, name, train=train).models for name in names)
+            assert both["dit"].coefficients[1] == (h20 if slowest == "NVIDIA H20" else a100)["dit"].coefficients[1]
+            assert both["text"] == h20["text"] != a100["text"]
+            own = a100 if vae.dtype == "float32" and train is FP32 else h20
+            assert both["vae"].coefficients[1] == pytest.approx(own["vae"].coefficients[1])
+            assert both["vae"].coefficients[1] >= max(a100["vae"].coefficients[1], h20["vae"].coefficients[1])
 
 
 def measured_by(model: ModelConfig, train: TrainConfig, device: str, folder: Path, factor: float) -> str:
