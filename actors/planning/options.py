@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
+from actors.plan.costs.fit import Fit
 from actors.plan.costs.flops import exchange_seconds, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.profile import Profile
@@ -80,11 +81,15 @@ def profile_of(
             if profile.extrapolate:  # else a plan that needs them raises PlanError
                 without = f"{config.profile} has no point of {' and '.join(missing)}"
                 profile.notes += [f"{without}: the FLOP model is taken.", *guessed.notes]
+        if "dit" not in missing:
+            profile.proportions = _proportions(model, geometry, device or profile.device, measured, train)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device, measured, train)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         profile.halved = HalvedHeads.of(model.dit, profile.device)
         sends = profile.element_bytes if train is None else train.element_bytes
+        profile.exchange_s *= sends / profile.element_bytes  # of a file that does not say in what it was measured
+        profile.element_bytes = sends
         profile.row_bytes = exchange_seconds(model.dit, 1.0, sends, trained_part(model.dit))
         profile.latent_channels = model.dit.out_channels
         degrees = profile.candidate_degrees("dit")
@@ -200,6 +205,21 @@ def flop_profile(
     )
     profile.notes.extend(notes)
     return profile
+
+
+def _proportions(
+    model: ModelConfig,
+    geometry: Geometry,
+    device: str,
+    measured: Mapping[str, float] | None,
+    train: TrainConfig | None,
+) -> Fit:
+    """The FLOP model of a transformer whose level points set: a GPU that nobody knows is not timed for it."""
+    if device.upper().startswith("CPU"):  # as files name it, with its processor
+        device = "cpu"
+    elif device and device_speed(device, measured) is None:
+        device = _ASSUMED
+    return flop_profile(model, geometry, device, measured, train).models["dit"]
 
 
 def assumption(device: str) -> str:

@@ -82,6 +82,7 @@ class KnownCosts:
     text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
     fetched: FetchedWeights = ON_DEVICE  # what passes of the DiT copy from host memory
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
+    proportions: Fit | None = None  # the DiT's own FLOP model, where points alone set the level; None: HunyuanVideo's
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
@@ -163,7 +164,7 @@ class KnownCosts:
         if module not in self._file_fits:
             keys = [key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0)]
             loads = [self.load(key, self.text_tokens.get(key, 0)) for key in keys]
-            prior = self.models.get(module) or PRIORS[module]
+            prior = self.models.get(module) or self._proportions_of(module)
             seconds = [self.measured[key] for key in keys]
             self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
         return self._file_fits[module]
@@ -179,7 +180,7 @@ class KnownCosts:
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
         exchange = (self.exchange_s, self.exchange_calls) if module == "dit" else (0.0, 0.0)
         if prior is None:
-            prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
+            prior = self._proportions_of(module)
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, *exchange)
         if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
             notes.append(
@@ -188,6 +189,12 @@ class KnownCosts:
             )
         self._note(module, notes)
         return found
+
+    def _proportions_of(self, module: Module) -> Fit:
+        """What points of a file are held against where they are few."""
+        if module != "dit":
+            return PRIORS[module]
+        return self.sliced.prior if self.sliced is not None else self.proportions or PRIORS[module]
 
     def _note(self, module: Module, notes: Sequence[str]) -> None:
         """Replace the notes on the module's fit. Those that say something new, numbers apart, are logged."""

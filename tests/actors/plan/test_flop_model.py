@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -219,6 +220,9 @@ def test_a_profile_of_a_lora_run_is_not_scaled_again(tmp_path: Path) -> None:
     clip = Samples.of(1, (33, 480, 832))
     found, assumed = (profile_of(one, lora, GEOMETRY, "NVIDIA H100", BF16) for one in (file, PlannerConfig()))
     assert found.seconds("dit", clip, 1) == pytest.approx(2 * assumed.seconds("dit", clip, 1))
+    for frames, degree in ((81, 1), (81, 8), (17, 8)):
+        part = Samples.of(1, (frames, 480, 832), 512)
+        assert found.seconds("dit", part, degree) == pytest.approx(2 * assumed.seconds("dit", part, degree))
     with pytest.raises(Exception, match="is of training of 'LoRA factors of rank 32'; this run has 'all weights'"):
         profile_of(file, ModelConfig(dit=WAN_14B), GEOMETRY, "NVIDIA H100", BF16)
 
@@ -239,6 +243,41 @@ def test_a_file_that_counted_four_bytes_of_what_bags_send_is_read_by_what_they_d
     assert found.exchange_s == now * 6e-5
     again = read_profile(profile_json(found))
     assert (again.exchange_s, again.element_bytes) == (found.exchange_s, 4 * now)
+
+
+def test_a_few_points_of_a_gpu_that_nobody_knows_set_the_level_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is not timed: only the proportions of its FLOP model count. A file that says so is not extrapolated."""
+    monkeypatch.setattr("actors.planning.options._measured_here", lambda device: pytest.fail("nothing is timed"))
+    model, measured = ModelConfig(dit=WAN_14B), {"GPU of nobody": 58.0}
+    found, known = (flop_profile(model, GEOMETRY, "GPU of nobody", measured, BF16) for _ in range(2))
+    for module in ("text", "vae", "dit"):
+        found.measure(CLIP.key(module, 1), 2 * known.seconds(module, CLIP, 1), 512)
+    written = profile_json(found)
+    for extrapolates in (True, False):
+        (tmp_path / "p.json").write_text(json.dumps(written | {"extrapolate": extrapolates}))
+        read = profile_of(PlannerConfig(profile=str(tmp_path / "p.json")), model, GEOMETRY, "GPU of nobody", BF16)
+        longer = read.price("dit", Samples.of(2, (121, 480, 832), 512), 1)
+        if not extrapolates:
+            assert longer is None
+        else:  # constants, of launches, are of a slower GPU than the assumed one
+            assert longer == pytest.approx(2 * known.seconds("dit", Samples.of(2, (121, 480, 832), 512), 1), rel=1e-2)
+
+
+@pytest.mark.parametrize(("train", "now"), [(BF16, 0.5), (FP32, 1.0), (None, 1.0)], ids=["bf16", "fp32", "not said"])
+def test_a_file_that_says_no_precision_is_of_what_the_run_sends(
+    train: TrainConfig | None, now: float, tmp_path: Path
+) -> None:
+    first = Profile(degrees={"dit": (1, 2)}, exchange_s=6e-5)
+    first.measure(CLIP.key("dit", 1), 2.0)
+    before = {key: value for key, value in profile_json(first).items() if key != "element_bytes"}
+    (tmp_path / "p.json").write_text(json.dumps(before))
+    found = profile_of(
+        PlannerConfig(profile=str(tmp_path / "p.json")), ModelConfig(dit=WAN_14B), GEOMETRY, "NVIDIA H100", train
+    )
+    assert (found.exchange_s, found.element_bytes) == (now * 6e-5, 4 * now)
+    assert found.row_bytes == exchange_seconds(WAN_14B, 1.0, found.element_bytes)
 
 
 def test_a_gpu_that_no_table_lists_has_half_of_its_bf16_in_fp32() -> None:
