@@ -384,7 +384,9 @@ def stage2_items(count: int, seed: int) -> list[Item]:
 def _open_sora(quick: bool) -> PlannerRow:
     """Idle share of 8 groups at the barrier, window of 4 items per group, encodes cached; published: 62 %."""
     dit = HunyuanConfig(num_layers=19, num_single_layers=38, num_heads=24, head_dim=128, ffn_dim=12288)
-    profile = Profile.from_flops(dit, geometry=Geometry(), tflops=400.0, degrees=(1, 2, 4, 8), exchange_gbps=200.0)
+    profile = Profile.from_flops(
+        dit, geometry=Geometry(), tflops=400.0, degrees=(1, 2, 4, 8), exchange_gbps=200.0, element_bytes=2
+    )
     idle, took = [], []
     for seed in range(3 if quick else 10):
         plan = _plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
