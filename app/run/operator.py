@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ANSWER_S = 30.0
+_ENDS_S = 3.0  # after its Ray a run ends within this, and then says how
+_LOOK_S = 0.25
 
 
 class NoMonitor(ConfigError):
@@ -90,13 +93,14 @@ def monitor(run: Path) -> OperatorHandle:
     if ended := how_it_ended(run):
         raise ConfigError(ended)
     address = address_of(run)
-    must_answer(address)
+    must_answer(address)  # "auto" is looked for below
     import ray
 
     from actors.names import NAMESPACE
 
     try:
         if not ray.is_initialized():
+            address = _of_this_machine() if address == "auto" else address
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
         raise not_let_in(address, "set RAY_ADDRESS to the run's cluster") from None
@@ -121,11 +125,41 @@ def lives(run: Path) -> bool:
 
 
 def address_of(run: Path) -> str:
-    """RAY_ADDRESS, else the address in the run's cluster.json, else any cluster of this machine."""
+    """RAY_ADDRESS, else the address in the run's cluster.json; without that file any cluster of this machine. Raises
+    ConfigError where the file's cluster does not answer: another one knows nothing of the run."""
     known = ClusterAddress.read(run)
     given = os.environ.get("RAY_ADDRESS", "")
-    if known is not None and (given == known.address or (not given and known.answers())):
-        if known.auth:
-            os.environ.setdefault("RAY_AUTH_MODE", known.auth)
-        return known.address
-    return given or "auto"
+    if known is None or given not in ("", known.address):
+        return given or "auto"
+    if not given and not known.answers():
+        raise _not_there(run, known.address)
+    if known.auth:
+        os.environ.setdefault("RAY_AUTH_MODE", known.auth)
+    return known.address
+
+
+def _not_there(run: Path, address: str) -> ConfigError:
+    """Why the run's cluster does not answer: how the run ended, which it may say a moment after its Ray is gone."""
+    deadline = time.monotonic() + _ENDS_S
+    while not (ended := how_it_ended(run)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return ConfigError(
+        ended
+        or f"the Ray cluster of run {run} at {address} has ended, or this machine does not reach it. If the run is "
+        f"ending or starting, ask again in a minute; if it was killed, `heddle train --resume` continues it; if its "
+        f"cluster is there, set RAY_ADDRESS to an address of it, HOST:PORT, that this machine reaches."
+    )
+
+
+def _of_this_machine() -> str:
+    """The cluster that Ray takes for "auto". Raises ConfigError where it does not answer: Ray would try for minutes."""
+    from ray._private.services import get_ray_address_from_environment
+
+    otherwise = "set RAY_ADDRESS to the run's cluster"
+    try:
+        address: str = get_ray_address_from_environment("auto", None)
+    except ConnectionError:
+        raise not_let_in("auto", otherwise) from None
+    if not ClusterAddress(address=address, auth="").answers():
+        raise not_let_in(f"{address} (the last one of this machine)", otherwise)
+    return address

@@ -18,6 +18,7 @@ from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from actors.progress import Progress
 from app.commands.workers import drain, list_workers, scale, stop, warn_if_quiet
+from app.run import operator
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderHeld, FolderLock, lock_path
@@ -273,6 +274,55 @@ def test_a_run_is_found_where_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv("RAY_ADDRESS", "other:1")
         assert address_of(tmp_path) == "other:1" and "RAY_AUTH_MODE" not in os.environ
     monkeypatch.delenv("RAY_ADDRESS")
-    assert address_of(tmp_path) == "auto", "its own has ended"
     (tmp_path / "cluster.json").write_text('{"address": ')
     assert address_of(tmp_path) == "auto"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A run's folder, and an address where nothing listens any more. Ray's last cluster of this machine is another one,
+    which nobody may ask."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("asked a cluster that is not the run's"))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run_id").write_text("a")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        yield folder, address
+
+
+def test_a_run_whose_cluster_has_ended_is_not_looked_for_on_another_one(elsewhere: tuple[Path, str]) -> None:
+    folder, address = elsewhere
+    ClusterAddress(address=address, auth="token").write(folder)
+    said = f"cluster of run {folder} at {address} has ended, or this machine does"
+    with FolderLock(lock_path(folder, "driver")), pytest.raises(ConfigError, match=said):
+        operator.monitor(folder)
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_run_that_ends_a_moment_after_its_cluster_says_how(
+    elsewhere: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, address = elsewhere
+    ClusterAddress(address=address, auth="").write(folder)
+    said = ["", "", "the run has ended: by itself"]  # `monitor` asks first of all
+    monkeypatch.setattr(operator, "how_it_ended", lambda run: said.pop(0))
+    with pytest.raises(ConfigError, match=r"^the run has ended: by itself$"):
+        operator.monitor(folder)
+
+
+def test_a_cluster_of_this_machine_that_has_ended_is_told_at_once(
+    elsewhere: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run without cluster.json, for which Ray looks itself."""
+    folder, address = elsewhere
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: set())
+    with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} \(the last one of this machine\)"):
+        operator.monitor(folder)
