@@ -1,8 +1,12 @@
 """timeline.jsonl -> timeline.json, a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One group of lanes per worker: what it did ("measured") above what the plan foresaw ("planned"), and one group with the
-steps and the events of the run (joins, losses, recoveries). It has the newest steps, or those that are asked for, up to
-a size that a browser can be asked to open: the timeline of a large run has five times as much.
+One group of lanes per worker: what it did ("measured", and the ends of steps, beside which it may encode early, as
+"finish") above what the plan foresaw ("planned"), and one group with the steps and the events of the run (joins,
+losses, recoveries). What overlaps has lanes of its own ("planned 2"): a viewer leaves out a slice that begins within
+another one of its lane and ends after it.
+
+The trace has the newest steps, or those that are asked for, up to a size that a browser can be asked to open: the
+timeline of a large run has five times as much.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +29,12 @@ from ops.typed import ConfigError
 from ops.whole_file import whole_file
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
-MEASURED, PLANNED = 0, 1
+MEASURED, PLANNED, FINISH = 0, 1, 2
+STEPS, EVENTS = 0, 1  # of RUN_PID
+_APART = 4  # from a lane to the second one of its kind
+_ORDER = (MEASURED, FINISH, PLANNED)  # from above
+_TOUCH_US = 1  # bars that overlap by so little touch: unix seconds are floats of 0.24 us
+_MOST_PLANNED = 8  # lanes of a worker, where steps take a small part of what was planned
 DETAILS = (
     "step",
     "cascade",
@@ -124,29 +133,105 @@ def _entries(shown: Iterable[StepWindow], events: Iterable[RunEvent], to_the_end
     then, up to the end of the last step unless it is the run's."""
     origin, end = math.nan, -math.inf
     named: set[str] = set()
+    lanes = _Lanes()
     for window in shown:
         if not named:
-            origin = min(window.times.start, *(span.start for span in window.spans))
+            origin = min(_begin_of(window), *(span.start for span in window.spans))
             yield _meta(RUN_PID, "process_name", "run")
             yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
+            yield _meta(RUN_PID, "thread_name", "events", tid=EVENTS)
         end = max(end, window.times.end)
         for span in window.spans:
             if span.worker not in named:
                 named.add(span.worker)
-                yield from _lane_names(span)
-            yield from _span_entries(span, origin)
-        yield _step_entry(window, origin)
+                yield from _worker_names(span)
+        for bar in sorted(_bars(window), key=lambda bar: bar.start):
+            yield from lanes.entries(bar, origin)
     last = math.inf if to_the_end else end
     yield from (_event_entry(event, origin) for event in events if named and origin <= event.time <= last)
 
 
-def _lane_names(span: SpanRecord) -> Iterator[JsonObject]:
-    """Names of the lanes of a span's worker."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bar:
+    """A slice before it has a lane; times in unix seconds."""
+
+    pid: int
+    kind: int
+    kind_name: str
+    name: str
+    start: float
+    end: float
+    args: JsonObject
+    look: JsonObject = field(default_factory=dict)  # its category and colour
+
+
+def _bars(window: StepWindow) -> Iterator[_Bar]:
+    """Those of a step, and its own."""
+    for span in window.spans:
+        line = span.line()
+        details = {key: value for key in DETAILS if (value := line.get(key)) is not None and value == value}  # no NaN
+        kind, kind_name = (FINISH, "finish") if span.module == "finish" else (MEASURED, "measured")
+        look: JsonObject = {"cat": span.module}
+        if span.module in COLOURS:
+            look["cname"] = COLOURS[span.module]
+        bar = _Bar(
+            pid=lane(span.worker),
+            kind=kind,
+            kind_name=kind_name,
+            name=span.name,
+            start=span.start,
+            end=span.end,
+            args=details,
+            look=look,
+        )
+        yield bar
+        if (times := span.planned) is not None and not math.isnan(span.step_start):
+            start, end = (span.step_start + seconds for seconds in times)
+            yield replace(bar, kind=PLANNED, kind_name="planned", start=start, end=end, look={"cat": "planned"})
+    args: JsonObject = {"step": window.step}
+    start, end = _begin_of(window), window.times.end
+    yield _Bar(pid=RUN_PID, kind=STEPS, kind_name="steps", name=f"step {window.step}", start=start, end=end, args=args)
+
+
+def _begin_of(window: StepWindow) -> float:
+    """Its own, or that of its first span in old files, which have none of steps."""
+    start = window.times.start
+    return min(span.start for span in window.spans) if math.isnan(start) else start
+
+
+class _Lanes:
+    """Finds a lane for one bar after another: the first one of its kind whose last bar has ended."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], list[int]] = {}  # of a group and a kind: where each lane's last bar ends
+
+    def entries(self, bar: _Bar, origin: float) -> Iterator[JsonObject]:
+        """Its slice, in whole microseconds, so that those which touch do so to the last bit, and the name of its lane
+        where that is new; nothing where a plan's lanes are all taken."""
+        start = round((bar.start - origin) * 1e6)
+        end = max(start, round((bar.end - origin) * 1e6))
+        ends = self._ends.setdefault((bar.pid, bar.kind), [])
+        number = next((number for number, until in enumerate(ends) if until - start <= _TOUCH_US), len(ends))
+        tid = bar.kind + _APART * number
+        if number == len(ends):
+            if bar.kind_name == "planned" and number == _MOST_PLANNED:
+                return
+            ends.append(start)
+            order = _ORDER.index(bar.kind) * 100 + number
+            name = f"{bar.kind_name} {number + 1}" if number else bar.kind_name
+            yield _meta(bar.pid, "thread_name", name, tid=tid)
+            yield _meta(bar.pid, "thread_sort_index", order, tid=tid, key="sort_index")
+        start = max(start, ends[number])
+        ends[number] = end = max(start, end)
+        found: JsonObject = {"ph": "X", "pid": bar.pid, "tid": tid, "name": bar.name, "ts": start, "dur": end - start}
+        yield found | {"args": bar.args} | bar.look
+
+
+def _worker_names(span: SpanRecord) -> Iterator[JsonObject]:
+    """The name of the lanes of a span's worker."""
     pid = lane(span.worker)
     yield _meta(pid, "process_name", f"worker {span.worker}{f' on {span.node}' if span.node else ''}")
     yield _meta(pid, "process_sort_index", pid, key="sort_index")
-    yield _meta(pid, "thread_name", "measured", tid=MEASURED)
-    yield _meta(pid, "thread_name", "planned", tid=PLANNED)
 
 
 def lane(worker: str) -> int:
@@ -159,45 +244,13 @@ def _meta(pid: int, name: str, value: object, tid: int = 0, key: str = "name") -
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {key: value}}
 
 
-def _span_entries(span: SpanRecord, origin: float) -> list[JsonObject]:
-    pid = lane(span.worker)
-    line = span.line()
-    details = {key: value for key in DETAILS if (value := line.get(key)) is not None and value == value}  # no NaN
-    measured = _slice(pid, MEASURED, span.name, span.start - origin, span.seconds, details)
-    measured["cat"] = span.module
-    if span.module in COLOURS:
-        measured["cname"] = COLOURS[span.module]
-    times = span.planned
-    if times is None:
-        return [measured]
-    start = span.step_start + times[0] - origin
-    return [measured, _slice(pid, PLANNED, span.name, start, times[1] - times[0], details) | {"cat": "planned"}]
-
-
-def _slice(pid: int, tid: int, name: str, start_s: float, seconds: float, details: JsonObject) -> JsonObject:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": name,
-        "ts": round(start_s * 1e6, 1),
-        "dur": round(max(seconds, 0) * 1e6, 1),
-        "args": details,
-    }
-
-
-def _step_entry(window: StepWindow, origin: float) -> JsonObject:
-    name, start = f"step {window.step}", window.times.start - origin
-    return _slice(RUN_PID, 0, name, start, window.times.seconds, {"step": window.step})
-
-
 def _event_entry(event: RunEvent, origin: float) -> JsonObject:
     line = event.line()
     return {
         "ph": "i",
         "s": "g",
         "pid": RUN_PID,
-        "tid": 1,
+        "tid": EVENTS,
         "name": line["event"],
         "ts": round((event.time - origin) * 1e6, 1),
         "args": {key: value for key, value in line.items() if key not in ("time", "event")},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from actors.records.span_record import SpanRecord, span_of
 from app.records import timeline
 from app.records.rundir import OLDER_TIMELINE, TIMELINE, RunDir
 from app.records.timeline import (
+    FINISH,
     MEASURED,
     PLANNED,
     RUN_PID,
@@ -44,7 +46,8 @@ def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_fo
     for worker in ("w0", "w1", "w2"):
         mine = [span for span in run.spans() if span.worker == worker]
         cascades = [span for span in mine if span.module != "finish"]
-        assert len(slices(entries, lane(worker), MEASURED)) == len(mine)
+        assert len(slices(entries, lane(worker), MEASURED)) == len(cascades)
+        assert len(slices(entries, lane(worker), FINISH)) == len(mine) - len(cascades)
         assert len(slices(entries, lane(worker), PLANNED)) == len(cascades)
 
 
@@ -88,6 +91,80 @@ def test_an_encode_for_the_next_step_belongs_to_the_step_it_ran_in() -> None:
 def test_only_the_last_execution_of_a_recomputed_step_counts() -> None:
     spans = [span(4, 10, ran_in=10), span(4, 20, ran_in=20), span(5, 30, ran_in=30)]
     assert final_times(spans) == {4: WindowTimes(20, 21), 5: WindowTimes(30, 31)}
+
+
+def overlaps(entries: list[dict]) -> list[str]:
+    """Slices that a viewer leaves out: they begin within another one of their lane and end after it."""
+    found, open_ones = [], defaultdict[tuple[int, int], list[float]](list)
+    for entry in sorted((entry for entry in entries if entry["ph"] == "X"), key=lambda entry: entry["ts"]):
+        start, end, ends = entry["ts"], entry["ts"] + entry["dur"], open_ones[entry["pid"], entry["tid"]]
+        while ends and ends[-1] <= start:
+            ends.pop()
+        if ends and end > ends[-1]:
+            found.append(entry["name"])
+        else:
+            ends.append(end)
+    return found
+
+
+def overlapping(folder: Path, planned_s: float = 0.0, steps: int = 40) -> RunDir:
+    """Steps of 0.3 s and a bit, each of which begins before the last one has ended. Their three cascades touch; an
+    encode for the next step goes on while the step finishes. `planned_s`: what each cascade was planned to take."""
+    step_s, lines = 0.3 + 1e-5 / 3, []
+    for step in range(steps):
+        began, took = 1_700_000_000.1 + step * step_s, step_s / 3
+        times = [(began + n * took, began + (n + 1) * took) for n in range(3)]
+        modules = ("dit", "dit", "vae")
+        ran = [(f"{module} {n}", module, *when) for n, (module, when) in enumerate(zip(modules, times, strict=True))]
+        for n, (name, module, start, end) in enumerate(
+            [*ran, ("finish", "finish", times[2][0] + 0.05, times[2][1] + 0.01)]
+        ):
+            line = span(step, 0.0, module).line() | {"name": name, "start": start, "end": end, "step_start": began}
+            if planned_s and module != "finish":
+                line |= {"planned_start_s": n * planned_s, "planned_end_s": (n + 1) * planned_s}
+            lines.append(json.dumps(line) + "\n")
+    (folder / "config.yaml").write_text("run: {name: long}\n")
+    (folder / TIMELINE).write_text("".join(lines))
+    return RunDir.open(folder)
+
+
+@pytest.mark.parametrize("planned_s", [0.1 + 1e-6 / 3, 0.15, 0.04, 0.25])
+def test_no_slice_of_a_lane_overlaps_another_one(tmp_path: Path, planned_s: float) -> None:
+    entries = trace(overlapping(tmp_path, planned_s))
+    assert overlaps(entries) == []
+    assert len([entry for entry in entries if entry["ph"] == "X"]) == 40 * (4 + 3 + 1)
+    (pid,) = {entry["pid"] for entry in entries} - {RUN_PID}
+    named = {
+        (entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry.get("name") == "thread_name"
+    }
+    used = {(entry["pid"], entry["tid"]) for entry in entries if entry["ph"] == "X"}
+    assert used <= named.keys() and len(set(named.items())) == len(named)
+    assert {named[pid, MEASURED], named[pid, PLANNED], named[pid, FINISH]} == {"measured", "planned", "finish"}
+    assert sorted(name for (at, _), name in named.items() if at == RUN_PID) == ["events", "steps", "steps 2"]
+    assert len(slices(entries, pid, MEASURED)) == 40 * 3, "they touch, so one lane has all"
+    assert ("planned 2" in named.values()) == (planned_s > 0.101)
+
+
+def test_a_plan_that_is_far_too_slow_takes_eight_lanes_of_a_worker(tmp_path: Path) -> None:
+    entries = trace(overlapping(tmp_path, planned_s=10.0))
+    names = {entry["args"]["name"] for entry in entries if entry.get("name") == "thread_name"}
+    assert overlaps(entries) == [] and {name for name in names if name.startswith("planned")} == {
+        "planned",
+        *(f"planned {number}" for number in range(2, 9)),
+    }
+
+
+def test_an_old_file_without_beginnings_of_steps_has_them_at_their_first_spans(tmp_path: Path) -> None:
+    run = long_timeline(tmp_path, steps=2)
+    lines = [one.line() | {"planned_start_s": 0.0, "planned_end_s": 1.0} for one in run.spans()]
+    for line in lines:
+        del line["step_start"]
+    (tmp_path / OLDER_TIMELINE).unlink()
+    (tmp_path / TIMELINE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    entries = trace(run)
+    drawn = [entry for entry in entries if entry["ph"] == "X"]
+    assert len(drawn) == 20 + len(slices(entries, RUN_PID, 0)) and overlaps(entries) == []
+    assert slices(entries, RUN_PID, 0)[0]["ts"] == 0
 
 
 def test_a_run_without_spans_gives_an_empty_trace(run_folder: Path) -> None:
