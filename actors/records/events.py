@@ -747,7 +747,7 @@ class SamplesMade(RunEvent, event="samples"):
 
     step: int
     samples: tuple[str, ...]  # their files
-    seconds: float  # since the checkpoint was whole
+    seconds: float  # since the checkpoint was whole; of the first weights, since workers could begin
 
     def describe(self) -> str:
         return f"samples after {counted(self.step + 1, 'step')}: {self.samples[-1]} ({self.seconds:.0f} s)"
@@ -801,7 +801,7 @@ class HeldOutMeasured(RunEvent, event="held_out"):
     no_room: Mapping[str, int] = field(default_factory=dict)  # clips of each bucket that a worker has no memory for
     by_bucket: Mapping[str, float]
     by_noise: Mapping[str, float]
-    seconds: float  # since the checkpoint was whole
+    seconds: float  # since the checkpoint was whole; of the first weights, since workers could begin
 
     def describe(self) -> str:
         return self.told(f" after {counted(self.step + 1, 'step')}")

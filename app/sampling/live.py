@@ -101,6 +101,8 @@ class LiveSamples:
 
     def wanted(self) -> list[LiveClip]:
         found, self._wanted = self._wanted, []
+        if found and self._round is not None and self._round.step < 0:
+            self._round.began = time.monotonic()  # no checkpoint was awaited; Ray and the workers were starting
         return found
 
     def ended(self, report: TurnReport) -> RunEvent | None:

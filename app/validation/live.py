@@ -113,6 +113,9 @@ class LiveHeldOut:
 
     def wanted(self) -> list[HeldOutWork]:
         found, self._wanted = self._wanted, []
+        if found and self._round is not None and self._round.step < 0:
+            # The first weights wait for no checkpoint: until here Ray and the workers were starting.
+            self._round = replace(self._round, began=time.monotonic())
         return found
 
     def ended(self, report: TurnReport) -> RunEvent | None:

@@ -394,6 +394,22 @@ def test_a_published_pipeline_is_measured_as_the_run_that_trains_it_begins(
         validate(moved, config=run, device="cpu")
 
 
+def test_what_ray_and_workers_take_to_start_is_no_time_of_the_first_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("app.validation.live.time.monotonic", lambda: now)
+    live = LiveHeldOut(config_of(folder), tmp_path)
+    live.open(begins=True)
+    now = 60.0  # until the first step is dealt
+    works = live.wanted()
+    now = 70.0
+    assert live.wanted() == []
+    now = 90.0
+    *_, event = [live.ended(done_by(work, 1.0)) for work in works]
+    assert isinstance(event, HeldOutMeasured) and event.seconds == 30.0
+
+
 def test_all_parts_of_a_checkpoint_become_one_event(folder: Path, tmp_path: Path) -> None:
     live = live_of(folder, tmp_path)
     assert live.open(begins=False) == [] and live.on_checkpoint(19) is None and live.wanted() == []

@@ -90,6 +90,20 @@ def test_clips_of_the_first_weights_come_before_those_of_checkpoints_where_they_
     assert goes_on.wanted() == [] == not_asked.wanted()
 
 
+def test_what_ray_and_workers_take_to_start_is_no_time_of_the_first_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("app.sampling.live.time.monotonic", lambda: now)
+    live = samples(tmp_path, 40, "sample.first=true")
+    live.open(begins=True)
+    now = 60.0  # until the first step is dealt
+    clips = live.wanted()
+    now = 90.0
+    *_, event = [live.ended(report(clip)) for clip in clips]
+    assert isinstance(event, SamplesMade) and event.seconds == 30.0
+
+
 def test_first_clips_without_room_are_told_and_left_out(tmp_path: Path) -> None:
     """No task can make them: it reads checkpoints."""
     live = samples(tmp_path, 40, "sample.first=true")
