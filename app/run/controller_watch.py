@@ -66,6 +66,11 @@ class ControllerWatch:
 
 def _not_started(seconds: float, nodes: Sequence[RayNode]) -> str:
     places = ", ".join(f"{n['NodeManagerHostname']} ({n['NodeManagerAddress']})" for n in nodes if n["Alive"])
+    if sum(n["Alive"] for n in nodes) == 1:  # the driver runs on it, too: no address is in doubt
+        return (
+            f"the controller has not begun in {seconds:.0f} s. Ray is still starting it here, which takes longer on a "
+            f"machine that is busy; `ray status` says whether CPUs are free."
+        )
     return (
         f"the controller has not begun in {seconds:.0f} s. Ray has to start it on a node and reach it there; the nodes "
         f"are {places}. Where others do not reach one of these addresses, end Ray on that host and start it with "

@@ -48,6 +48,16 @@ def test_a_controller_that_ray_does_not_start_is_said_once_with_the_addresses_of
     assert "--node-ip-address" in said and "host3" not in said
 
 
+def test_on_a_machine_alone_it_is_busy_and_no_address_is_doubted(folder: Path) -> None:
+    told: list[str] = []
+    nodes = [node("host1", "10.99.0.1"), node("host1", "10.99.0.1", alive=False)]
+    watch = ControllerWatch(folder, lambda: nodes, lambda: "", told.append)
+    watch.look(watch.since + 31.0)
+    (said,) = told
+    assert "has not begun in 31 s" in said and "a machine that is busy" in said
+    assert "address" not in said and "10.99.0.1" not in said
+
+
 def test_what_the_controller_cannot_write_is_said_once_as_its_monitor_has_it(folder: Path) -> None:
     told: list[str] = []
     trouble = ["", "no room", "no room", "", "no room, for 600 s by now"]
