@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,12 @@ def plan(
         ),
     ] = None,
     codes: Annotated[
-        str, typer.Option("--codes", help="With --config: KnapFormer's data codes, e.g. g16b4i256f1s0,g4b1i512f85s1.")
+        str,
+        typer.Option(
+            "--codes",
+            help="With --config: KnapFormer's data codes, e.g. g16b4i256f1s0,g4b1i512f85s1, on as many workers unless "
+            "--cluster or workers.cluster names others.",
+        ),
     ] = "",
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the plan here, with the account of --from-data.")
@@ -61,6 +67,8 @@ def plan(
     """
     from app.plan.preview import PlanRequest, run_plan
 
+    # What is to be said of the fits is printed beside the plan.
+    logging.getLogger("actors.plan.costs.known").setLevel(logging.WARNING)
     strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
     run_plan(
         PlanRequest(

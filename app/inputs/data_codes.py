@@ -51,6 +51,22 @@ def parse_codes(text: str) -> tuple[DataCode, ...]:
     return tuple(codes)
 
 
+def workers_of(text: str) -> int:
+    """Those that load once what the codes say. Raises ConfigError."""
+    return sum(code.workers for code in parse_codes(text))
+
+
+def check_workers(text: str, workers: int) -> int:
+    """The workers of the codes. Raises ConfigError where `workers` are no multiple of them."""
+    group = workers_of(text)
+    if workers % group:
+        raise ConfigError(
+            f"--codes {text!r} is for {group} workers, and the cluster's {workers} are no multiple of them; give "
+            f"--cluster 1x{group} or a multiple."
+        )
+    return group
+
+
 def items_from_codes(
     text: str, workers: int, steps: int, seed: int, geometry: Geometry
 ) -> tuple[tuple[Item, ...], ...]:
@@ -59,13 +75,7 @@ def items_from_codes(
 
     Raises ConfigError where the workers are no multiple of the codes', or the model cannot take a size.
     """
-    codes = parse_codes(text)
-    group = sum(code.workers for code in codes)
-    if workers % group:
-        raise ConfigError(
-            f"--codes {text!r} is for {group} workers, and the cluster's {workers} are no multiple of them; give "
-            f"--cluster 1x{group} or a multiple."
-        )
+    codes, group = parse_codes(text), check_workers(text, workers)
     loaded = [code for _ in range(workers // group) for code in codes for _ in range(code.workers)]
     for code in codes:
         try:

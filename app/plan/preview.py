@@ -32,7 +32,7 @@ from app.inputs.account import account_json, account_lines, print_buckets
 from app.inputs.batches import with_limits
 from app.inputs.cluster import cluster_of, read_cluster
 from app.inputs.compiling import with_compiling
-from app.inputs.data_codes import items_from_codes
+from app.inputs.data_codes import check_workers, items_from_codes, workers_of
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
 from app.inputs.limits import largest_batches, longest_clips
 from app.inputs.memory import MemoryView, view_memory
@@ -192,6 +192,10 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
     if request.cluster:
         config = replace(config, workers=replace(config.workers, cluster=request.cluster))
+    if request.codes:
+        if not config.workers.cluster:
+            config = replace(config, workers=replace(config.workers, cluster=f"1x{workers_of(request.codes)}"))
+        check_workers(request.codes, cluster_of(config).num_workers)  # before a model is looked at, which takes a while
     config, decided = with_compiling(config)
     if decided:
         print(f"note: {decided}")

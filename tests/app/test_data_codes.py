@@ -56,10 +56,21 @@ def test_codes_that_do_not_fit_cluster_or_model_are_refused() -> None:
         items_from_codes("g1b1i250f1s0", 1, 1, 0, Geometry())
 
 
+@pytest.mark.parametrize("options", [["--cluster", "1x5"], ["--set", "workers.cluster=1x5"]])
+def test_workers_that_do_not_fit_codes_are_refused_before_the_model_is_looked_at(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ops.models.folders.resolve", lambda _: pytest.fail("looked at the model"))
+    result = CliRunner().invoke(app, ["plan", "--config", str(DEMO), "--codes", "g2b4i256f1s0", *options])
+    assert isinstance(result.exception, ConfigError) and "the cluster's 5 are no multiple" in str(result.exception)
+
+
 def test_the_plan_command_takes_codes_for_the_model_of_a_config() -> None:
     options = ["plan", "--config", str(DEMO), "--codes", "g2b4i256f1s0,g2b1i512f17s1", "--cluster", "1x4"]
     result = CliRunner().invoke(app, [*options, "--steps", "2", "--strategy", "knapsack", "--budget", "0.01"])
     assert result.exit_code == 0, (result.output, result.exception)
     assert "8 items in 2 steps on 4 workers" in result.output
+    bare = CliRunner().invoke(app, [*options[:-2], "--steps", "2", "--strategy", "knapsack", "--budget", "0.01"])
+    assert bare.exit_code == 0 and "8 items in 2 steps on 4 workers" in bare.output, "as many as the codes say"
     both = CliRunner().invoke(app, [*options, "--share", "17x480x832=0.5"])
     assert isinstance(both.exception, ConfigError) and "--codes makes a workload" in str(both.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,20 @@ def test_degrees_are_counted_and_shared_heads_are_told(
     code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2")
     assert code == 0 and "degrees   cascade: 5 at 2" in printed
     assert "2 does not divide 3 heads: ranks share some, and send 1.17 times what Ulysses would" in printed
+
+
+def test_what_is_to_be_said_of_the_fits_is_said_once(
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files[1].write_text(json.dumps({**PROFILE, "extrapolate": True, "latency": PROFILE["latency"][:3]}))
+    logging.getLogger("actors.plan.costs.known").setLevel(logging.NOTSET)  # whatever another test has left
+    command = ("--workload", files[0], "--profile", files[1], "--cluster", "1x2")
+    code, printed, err = plan(monkeypatch, capsys, *command)
+    assert code == 0 and printed.count("note: dit: 1 measured point fit no model") == 1
+    assert "fit no model" not in err + caplog.text
 
 
 def test_a_topology_that_does_not_fit_is_changed_as_in_a_run_or_refused_with_a_remedy(
