@@ -321,7 +321,7 @@ def test_a_run_that_ends_a_moment_after_its_cluster_says_how(
 def test_a_cluster_of_this_machine_that_has_ended_is_told_at_once(
     elsewhere: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run without cluster.json, for which Ray looks itself."""
+    """A run without cluster.json is one that Ray itself looks for."""
     folder, address = elsewhere
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: set())
     with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} \(the last one of this machine\)"):
