@@ -86,7 +86,8 @@ def test_what_is_to_be_said_of_the_fits_is_said_once(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    files[1].write_text(json.dumps({**PROFILE, "extrapolate": True, "latency": PROFILE["latency"][:3]}))
+    few = [point("vae", 5, 1, 0.5), point("vae", 17, 1, 1.0), point("dit", 5, 1, 2.0)]
+    files[1].write_text(json.dumps({**PROFILE, "extrapolate": True, "latency": few}))
     logging.getLogger("actors.plan.costs.known").setLevel(logging.NOTSET)  # whatever another test has left
     command = ("--workload", files[0], "--profile", files[1], "--cluster", "1x2")
     code, printed, err = plan(monkeypatch, capsys, *command)
