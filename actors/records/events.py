@@ -587,10 +587,8 @@ class SnapshotsForecast(RunEvent, event="snapshots"):
     enabled: bool = True  # snapshot.enabled; without it keepers hold the state that a checkpoint is written from
 
     def describe(self) -> str:
-        return (
-            f"{_what_keepers_hold(self.enabled)} {self.mib_per_keeper:.1f} MiB of host memory on each of "
-            f"{counted(self.keepers, 'node')}"
-        )
+        where = "the node" if self.keepers == 1 else f"each of {self.keepers:,} nodes"
+        return f"{_what_keepers_hold(self.enabled)} {self.mib_per_keeper:.1f} MiB of host memory on {where}"
 
 
 class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):

@@ -89,11 +89,11 @@ def table(seen: ClusterFacts) -> list[str]:
     lines = []
     for node in seen.nodes:
         gpus = [gpu for gpu in seen.gpus if gpu.host == node.host]
-        disk = "" if node.disk_gib is None else f", disk {node.disk_gib:,.0f}"
-        shared = "" if node.shared_gib is None else f", /dev/shm {node.shared_gib:,.0f}"
+        disk = "" if node.disk_gib is None else f", disk {node.disk_gib:,.0f} GiB"
+        shared = "" if node.shared_gib is None else f", /dev/shm {node.shared_gib:,.0f} GiB"
         lines.append(
-            f"{node.host:<20} {_gpus(gpus)}{counted(node.cores, 'core')}, memory {node.room_gib:,.0f}{shared}{disk} "
-            f"GiB free, torch {node.software.get('torch', 'none')}, ray {node.software.get('ray', 'none')}"
+            f"{node.host:<20} {_gpus(gpus)}{counted(node.cores, 'core')}, memory {node.room_gib:,.0f} GiB"
+            f"{shared}{disk} free, torch {node.software.get('torch', 'none')}, ray {node.software.get('ray', 'none')}"
         )
     if seen.talk is not None:
         what = "GPUs" if seen.gpus else "nodes"

@@ -108,8 +108,8 @@ def print_statistics(facts: SourceStatistics) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"[bold]{escape(facts['name'])}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
-        f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
-        f"{facts['bytes'] / 1e6:.1f} MB in {counted(facts['shards'], part_of(facts['kind']))}"
+        f"({facts['videos']} videos, {facts['images']} images), {_lasting(facts['hours'])}, "
+        f"{facts['bytes'] / 2**20:,.1f} MiB of media in {counted(facts['shards'], part_of(facts['kind']))}"
         f"{_reasons(facts['rejected'])}"
     )
     shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)
@@ -118,7 +118,9 @@ def print_statistics(facts: SourceStatistics) -> None:
     if facts["other_shapes"]:
         shapes.add_row("others", str(facts["other_shapes"]), str(facts["other_samples"]))
     console.print(shapes)
-    table = Table(title="distributions", box=SIMPLE, padding=0, pad_edge=False)
+    mixed = facts["videos"] and facts["images"]
+    title = "distributions (fps, frames and seconds: of videos alone)" if mixed else "distributions"
+    table = Table(title=title, box=SIMPLE, padding=0, pad_edge=False)
     table.add_column("", no_wrap=True, min_width=max(map(len, facts["scores"]), default=0))  # the names filters take
     for name in ("min", "5 %", "25 %", "median", "75 %", "95 %", "max"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -133,3 +135,10 @@ def print_statistics(facts: SourceStatistics) -> None:
         if values:
             table.add_row(escape(name), *(f"{value:.4g}" for value in values))
     console.print(table)
+
+
+def _lasting(hours: float) -> str:
+    """In the unit that a person would take."""
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"

@@ -33,6 +33,7 @@ def account_lines(account: Accounting, most_named: int = NAMED) -> list[str]:
         f"{row.short_items:>6}"
         for row in account.buckets
     ]
+    lines.append("          short: items that were trained before they were full (data.max_wait)")
     named = account.dropped[:most_named]
     lines += [f"dropped   {dropped.source} {dropped.key}: {dropped.why}" for dropped in named]
     if more := sum(account.rejected.values()) - len(named):

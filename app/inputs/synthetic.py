@@ -38,7 +38,7 @@ def synth(
     summary = synthesize(folder, config)
     print(
         f"{summary['clips']} clips and {summary['images']} still images in {counted(config.shards, 'shard')}: "
-        f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB in all)"
+        f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB)"
     )
     if summary["koala"]:
         print(f"the clips as a Koala-36M table: {summary['koala']}")

@@ -292,7 +292,9 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
         print(line)
     if line := update_line([plan], inputs):
         print(line)
-    print(f"          {counted(config.train.steps, 'step')} in about {_lasts(whole * config.train.steps)}")
+    least = inputs.profile.device == "cpu" and not inputs.profile.measured  # small operations cost far more than FLOPs
+    length = f"{'at least' if least else 'about'} {_lasts(whole * config.train.steps)}"
+    print(f"          {counted(config.train.steps, 'step')} in {length}")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")
         for note in inputs.profile.notes:

@@ -69,7 +69,7 @@ def pixel_line(steps: Sequence[Sequence[Item]], config: RunConfig) -> str:
     asked, engine = config.planner.lookahead + 2, config.data.engine
     return (
         f"pixels    {in_words(asked * largest)} of decoded clips in memory of all nodes, {asked} steps of "
-        f"{in_words(largest)}; decoded ahead of them: {_decoded_ahead(engine)}"
+        f"{in_words(largest)};\n          decoded ahead of them: {_decoded_ahead(engine)}"
     )
 
 

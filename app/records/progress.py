@@ -117,7 +117,8 @@ def figures(line: StepMetrics) -> str:
     if line.epoch is not None:
         parts.append(f"epoch {line.epoch:.2f}")
     if math.isfinite(line.grad_norm):
-        parts.append(f"grad norm {line.grad_norm:.3g}")
+        norm = f"{line.grad_norm:#.3g}".removesuffix(".")  # with its zeros, so that columns stay where they are
+        parts.append(f"grad norm {norm}")
     if line.d is not None:
         parts.append(f"d {line.d:.3g}")
     if math.isfinite(line.step_s):

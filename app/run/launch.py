@@ -176,10 +176,9 @@ def last_words(outcome: Outcome, folder: Path) -> str:
         return f"{outcome.reason.rstrip('.')}. It has {steps}; the same command with --resume goes on from there."
     if outcome.code:
         return f"error: {outcome.reason}"
-    return (
-        f"done: {steps}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
-        f"{shlex.join(['heddle', 'sample', '--checkpoint', str(folder)])}"
-    )
+    done = f"done: {steps}. Next: "
+    report, sample = ["heddle", "report", str(folder)], ["heddle", "sample", "--checkpoint", str(folder)]
+    return f"{done}{shlex.join(report)}\n{' ' * len(done)}{shlex.join(sample)}"
 
 
 def _check_files(config: RunConfig) -> None:

@@ -20,9 +20,25 @@ def set_up_logging(debug: bool) -> None:
     """Warnings of everybody, and what our own packages have to say; bars of weights that load on terminals alone."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines(debug))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for package in PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+class _Lines(logging.Formatter):
+    """What our packages tell stands among what commands print, as a sentence; warnings, and all that `debug` shows, say
+    whose they are."""
+
+    def __init__(self, debug: bool) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+        self._debug = debug
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.levelno == logging.INFO and not self._debug:
+            return logging.Formatter().format(record)
+        return super().format(record)
 
 
 def answer(error: Exception | KeyboardInterrupt, debug: bool) -> int:

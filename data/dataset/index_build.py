@@ -90,10 +90,10 @@ def build_index(
     stale = [i for i, meta in enumerate(metas) if meta is None]
     if stale:
         log.info(
-            "index of %s: %d of %d shards are read%s",
+            "index of %s: %d of %s to read%s",
             source.path,
             len(stale),
-            len(parts),
+            counted(len(parts), part_of(source.kind)),
             "; `heddle data index --workers N` does it in parallel" if len(stale) >= MANY_SHARDS > workers else "",
         )
         try:

@@ -133,7 +133,7 @@ def synthesize(folder: Path, config: SynthConfig) -> dict[str, object]:
         _write_koala(_part(table), sorted(koala, key=lambda pair: pair[0].number), config.seed)
     for path in wanted:
         _part(path).rename(path)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in shards.iterdir())
     return {
         "shards": str(shards / f"{{00000..{config.shards - 1:05d}}}.tar"),
         "clips": config.clips,

@@ -151,11 +151,11 @@ def test_nothing_is_said_of_a_cluster_that_is_right() -> None:
     )
     assert findings(seen) == []
     assert table(seen) == [
-        "a                    3 x H100 of 640 to 650 TFLOP/s, 64 cores, memory 900, /dev/shm 450, disk 80 GiB free, "
-        "torch 2.13.0, ray 2.60.0",
-        "head                 64 cores, memory 900, /dev/shm 450, disk 80 GiB free, torch 2.13.0, ray 2.60.0",
-        "b                    1 x A100 of 280 to 280 TFLOP/s, 64 cores, memory 900, /dev/shm 450, disk 80 GiB free, "
-        "torch 2.13.0+cpu, ray 2.60.0",
+        "a                    3 x H100 of 640 to 650 TFLOP/s, 64 cores, memory 900 GiB, /dev/shm 450 GiB, disk 80 GiB "
+        "free, torch 2.13.0, ray 2.60.0",
+        "head                 64 cores, memory 900 GiB, /dev/shm 450 GiB, disk 80 GiB free, torch 2.13.0, ray 2.60.0",
+        "b                    1 x A100 of 280 to 280 TFLOP/s, 64 cores, memory 900 GiB, /dev/shm 450 GiB, disk 80 GiB "
+        "free, torch 2.13.0+cpu, ray 2.60.0",
         "a sum                over 4 GPUs: 90.00 GB/s from each",
     ]
 

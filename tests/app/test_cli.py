@@ -197,6 +197,8 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert gradient and storage and 0 < float(gradient[1]) < float(storage[1]), "they were 0.00 GiB and 0.01 GiB"
     assert "encoders  haar codec, text encoder in float32" in printed
     assert re.search(r"pixels +[\d.]+ MiB of decoded clips in memory of all nodes", printed)
+    assert "short: items that were trained before they were full (data.max_wait)" in printed
+    assert max(map(len, re.search(r"^pixels.*\n.*", printed, re.M)[0].splitlines())) < 120  # type: ignore[index]
     assert not (small_data / "runs").exists()
 
 
@@ -268,7 +270,9 @@ def test_a_dry_run_gives_the_length_of_a_run_in_the_unit_that_fits(dry_run: Dry)
     """A day of training was 1443.2 minutes, and ten steps were 0.0."""
     for steps, unit in ((40, "seconds"), (10_000, "minutes"), (1_000_000_000, "hours")):
         _, printed, _ = dry_run(f"train.steps={steps}")
-        assert f" {unit}\n" in printed.partition(" in about ")[2]
+        assert f" {unit}\n" in printed.partition(" in at least ")[2], "of a CPU, by FLOPs alone"
+    gpu = dry_run("train.steps=40", start=["--cluster", str(DEMO.parents[1] / "clusters" / "gpu-1x24gb.yaml")])
+    assert " in about " in gpu[1] and "at least" not in gpu[1]
 
 
 def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from app.commands.data import app
+from app.data_tools.printing import print_statistics
 from data.config import SourceConfig
 from data.dataset.index_build import build_index
 from data.errors import DataError
@@ -226,7 +227,9 @@ def test_lint_of_headers_does_not_decode(folder):
 def test_stats_and_convert(folder, tmp_path):
     (facts,) = json.loads(run("stats", folder, "--json"))
     assert facts["usable"] == 11 and facts["shapes"] == [{"width": 64, "height": 48, "count": 11}]
-    assert "aesthetic" in run("stats", folder)
+    said = run("stats", folder)
+    assert "aesthetic" in said and f"{facts['bytes'] / 2**20:.1f} MiB of media in 2 shards" in said
+    assert f" {3600 * facts['hours']:.0f} s, " in said and "distributions\n" in said, "there are clips alone"
     converted = run("convert", folder, tmp_path / "out", "--shard-samples", 5)
     assert "11 samples in 3 shards" in converted
     assert "read 11 = written 11 + left out 0" in converted and "copied as they are, not decoded" in converted
@@ -238,7 +241,12 @@ def test_a_folder_of_pairs_is_no_shard(tmp_path):
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "a.png").write_bytes(picture(96, 64, seed=1))
     (tmp_path / "pairs" / "a.txt").write_text("a disc")
-    assert " MB in 1 folder" in run("stats", tmp_path / "pairs")
+    assert " MiB of media in 1 folder" in run("stats", tmp_path / "pairs")
+    (tmp_path / "pairs" / "b.mp4").write_bytes(clip())
+    (tmp_path / "pairs" / "b.txt").write_text("a clip")
+    assert "(fps, frames and seconds: of videos alone)" in run("stats", tmp_path / "pairs")
+    for name in ("b.mp4", "b.txt"):
+        (tmp_path / "pairs" / name).unlink()
     shutil.copytree(tmp_path / "pairs", tmp_path / "pairs [v2]")
     assert "pairs [v2]" in run("stats", tmp_path / "pairs [v2]")
     assert "1 of 1 samples usable in 1 folder, media of" in run("index", tmp_path / "pairs")
@@ -302,6 +310,8 @@ def test_synth_makes_clips_of_the_sizes_and_lengths_that_are_wanted(tmp_path: Pa
     rows = [index.row(number) for number in range(8)]
     assert {(row.height, row.width) for row in rows} == {(48, 80), (32, 64)}
     assert {row.num_frames for row in rows} == {1, 5, 7}
+    size = (tmp_path / "shards" / "00000.tar").stat().st_size
+    assert f"00000..00000}}.tar ({size / 2**20:.1f} MiB)" in answer.output, "without the table's copies of the clips"
 
 
 @pytest.mark.parametrize("size", ["480", "480p", "0x832", "480x", "81x480x832"])
@@ -309,3 +319,10 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
     answer = RUNNER.invoke(app, ["synth", str(tmp_path / "set"), "--size", size])
     assert f"--size {size} is no size; give height and width" in str(answer.exception)
     assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(("hours", "told"), [(0.0, "0 s"), (0.01, "36 s"), (0.12, "7 min"), (1234.5, "1,234.5 h")])
+def test_the_length_of_a_set_is_told_in_the_unit_that_fits(folder, capsys, hours: float, told: str) -> None:
+    (facts,) = json.loads(run("stats", folder, "--json"))
+    print_statistics(facts | {"hours": hours})
+    assert f"0 images), {told}, " in capsys.readouterr().out

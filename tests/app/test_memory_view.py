@@ -89,7 +89,8 @@ def test_decoded_clips_are_counted_by_the_largest_step_but_for_those_whose_laten
         steps = [[clips(1)], [clips(2), clips(3, "text"), clips(99, "text", "vae")]]
         return pixel_line(steps, RunConfig.load(DEMO, settings))
 
-    sizes = "pixels    0.35 GiB of decoded clips in memory of all nodes, 3 steps of 0.12 GiB; decoded ahead of them: "
+    sizes = "pixels    0.35 GiB of decoded clips in memory of all nodes, 3 steps of 0.12 GiB;\n          "
+    sizes += "decoded ahead of them: "
     assert pytest.approx(0.117, abs=1e-3) == 5 * 16 * 512 * 1024 * 3 / 2**30
     assert line() == sizes + "at most a quarter of the smallest object store (data.engine.object_store_mb)"
     assert line("data.engine.object_store_mb=64") == sizes + "at most 64.0 MiB (data.engine.object_store_mb)"

@@ -428,3 +428,10 @@ def test_figures_say_when_a_loss_is_not_finite() -> None:
 
 def test_clock_reads_like_a_clock() -> None:
     assert (clock(75), clock(3700), clock(0)) == ("1:15", "1:01:40", "0:00")
+
+
+def test_the_gradient_norm_keeps_its_zeros() -> None:
+    """The columns after it moved with every step."""
+    norms = (0.2, 0.451, 12.0, 123.4)
+    told = [figures(line(0, loss=1.0, grad_norm=norm)) for norm in norms]
+    assert [re.search(r"grad norm (\S+)", one)[1] for one in told] == ["0.200", "0.451", "12.0", "123"]  # type: ignore[index]

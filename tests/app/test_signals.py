@@ -228,7 +228,10 @@ def test_a_run_that_was_stopped_says_how_it_goes_on_and_is_no_error() -> None:
     failed = last_words(Outcome(code=1, reason="the disk is full.", last_step=3), Path("runs/a"))
     assert failed == "error: the disk is full."
     done = last_words(Outcome(code=0, reason="", last_step=3), Path("runs/my lora"))
-    assert "heddle report 'runs/my lora'" in done and done.endswith("heddle sample --checkpoint 'runs/my lora'")
+    assert [line.strip() for line in done.splitlines()] == [
+        "done: 4 steps. Next: heddle report 'runs/my lora'",
+        "heddle sample --checkpoint 'runs/my lora'",
+    ]
 
 
 def test_a_run_whose_output_nobody_reads_any_more_does_not_fail_at_its_end() -> None:

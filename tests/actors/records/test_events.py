@@ -210,7 +210,8 @@ def test_equal_speeds_and_snapshots_that_are_off_are_told_in_words() -> None:
     assert SpeedsLearned(speed={}).describe() == "plans now count on workers of equal speed"
     assert SpeedsLearned(speed={"w1": 0.7}).describe() == "plans now count on speeds w1 0.70"
     kept = SnapshotsForecast(keepers=1, mib_per_keeper=2.0, enabled=False).describe()
-    assert kept == "snapshots are off; what checkpoints are written from takes 2.0 MiB of host memory on each of 1 node"
+    assert kept == "snapshots are off; what checkpoints are written from takes 2.0 MiB of host memory on the node"
+    assert SnapshotsForecast(keepers=2, mib_per_keeper=2.0).describe().endswith(" of host memory on each of 2 nodes")
     assert MemoryShort(host="a", mib_needed=9, mib_room=1).describe().startswith("warning: snapshots take 9 MiB on a")
 
 

@@ -544,3 +544,12 @@ def test_statistics(folder, tmp_path):
     assert facts["frames"][3] == 9 and facts["fps"][3] == pytest.approx(8) and facts["aspect"][-1] == 2.0
     assert facts["scores"]["aesthetic_score"][0] == 4.0
     assert facts["hours"] == pytest.approx(12 * 9 / 8 / 3600)
+
+
+def test_what_is_read_is_counted_by_its_name(folder, tmp_path, caplog):
+    (tmp_path / "table.csv").write_text("path,caption\n")
+    with caplog.at_level("INFO", "data"):
+        index_of(folder, tmp_path / "cache")
+        index_of(tmp_path / "table.csv", tmp_path / "cache", kind="manifest")
+    told = [one.message.partition(": ")[2] for one in caplog.records if one.message.startswith("index of")]
+    assert told == ["3 of 3 shards to read", "1 of 1 table to read"]
