@@ -1,7 +1,8 @@
-"""A number with its noun, and the first of many names, as people read them."""
+"""A number with its noun, the first of many names, and the order of names with numbers, as people read them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -13,6 +14,11 @@ def counted(number: int, noun: str) -> str:
 def noun_of(number: int, noun: str) -> str:
     """The noun alone, for a place where the number stands above it: 'step', 'steps'."""
     return noun + "s" * (number != 1)
+
+
+def by_numbers(name: str) -> tuple[tuple[int, str], ...]:
+    """Key of an order of names by the numbers in them: 9x64x96 stands before 17x64x96."""
+    return tuple((int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name))
 
 
 def first_of(names: Sequence[str], most: int = 4) -> str:

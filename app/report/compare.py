@@ -264,8 +264,10 @@ def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
     if difference is None:
         return text
     clips = f", {difference.other_clips} of them of other clips" if difference.other_clips else ""
-    largest = f"largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
-    return f"{text}; {_lone(difference) or largest}{clips}"
+    losses = f"largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
+    if difference.largest == 0:
+        losses = f"the same losses on {counted(difference.common, 'common step')}"
+    return f"{text}; {_lone(difference) or losses}{clips}"
 
 
 def _lone(difference: LossDifference) -> str:
@@ -339,7 +341,7 @@ def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDiffere
         if found.lone:
             losses = "other losses"
         speed = f"{ratio:.2f} times as many steps per second as" if math.isfinite(ratio) else "no step times beside"
-        sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {found.common:,} common steps.")
+        sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {counted(found.common, 'common step')}.")
         if found.lone:
             sentences.append(f"{_lone(found).capitalize()}.")
         if found.other_clips:
@@ -419,7 +421,7 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
             short(medians["tokens_per_s"]),
             percent(medians["idle_ratio"]),
             percent(rate) if peak_tflops else short(rate),
-            "-" if found is None else f"{'no number' if found.lone else f'{found.largest:.1e}'} (step {found.at})",
+            "-" if found is None else _differs(found),
             f"<a href='{escape(report.as_uri())}'>report.html</a>" if report.is_file() else "-",
         )
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
@@ -428,8 +430,14 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
     return f"<div class=wide><table><tr>{heads}</tr>{body}</table></div>"
 
 
+def _differs(found: LossDifference) -> str:
+    if found.largest == 0:
+        return "nothing"
+    return f"{'no number' if found.lone else f'{found.largest:.1e}'} (step {found.at})"
+
+
 def _held_out(run: ComparedRun) -> str:
     if (newest := run.held_out) is None:
         return "-"
     without = f", without {', '.join(map(escape, newest.no_room))}" if newest.no_room else ""
-    return f"{newest.loss:.4f} (step {newest.step + 1:,}{without})"
+    return f"{newest.loss:.4f} (after {counted(newest.step + 1, 'step')}{without})"

@@ -10,7 +10,7 @@ from app.drawing.svg import EventMark, Series, line_chart
 from app.report.figures import Curve
 from app.report.totals import StepTotals
 from app.report.words import percent, short
-from ops.counted import counted
+from ops.counted import by_numbers, counted
 
 HELD_OUT_ROWS = 12  # of the newest checkpoints, beside the first
 NONE_HELD_OUT: Mapping[int, HeldOutMeasured] = {}
@@ -33,7 +33,11 @@ def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_
             f"means of some {steps.count / len(curve.xs):,.0f} steps, and from the least of them to the most; the "
             f"highest is {short(steps.highest.loss)} at step {steps.highest.step:,}"
         )
-    note = f"<p class='soft'>Grey: {grey}. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
+    orange = " Orange: held-out clips." if held_out else ""
+    note = (
+        f"<p class='soft'>Grey: {grey}. Line: exponential mean over about 10 steps.{orange} "
+        f"Dashed: a new generation.</p>"
+    )
     if by_expert := sorted(steps.smoothed_by_expert.items()):
         lines = [_series(name, curve, css=f"c{place}") for place, (name, curve) in enumerate(by_expert, 1)]
         names = ", ".join(escape(name) for name, _ in by_expert)
@@ -77,7 +81,7 @@ def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
     last = held_out[steps[-1]]
     newest_first = [held_out[step] for step in reversed(steps)]  # a bucket may be left out from a checkpoint on
     by_noise = dict.fromkeys(name for one in newest_first for name in one.by_noise)
-    by_bucket = dict.fromkeys(name for one in newest_first for name in one.by_bucket)
+    by_bucket = sorted({name for one in newest_first for name in one.by_bucket}, key=by_numbers)
     columns = [("noise", name) for name in by_noise] + [("", name) for name in by_bucket]
     head = "".join(f"<th>{escape(f'{kind} {name}'.strip())}</th>" for kind, name in columns)
     left_out = any(held_out[step].no_room for step in steps)

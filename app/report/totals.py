@@ -31,6 +31,7 @@ from app.report.facts import (
     worst_deviations,
 )
 from app.report.figures import Curve, RunningMean, Values, mean_of
+from ops.counted import by_numbers
 from ops.geometry import PixelShape
 
 MAX_GENERATIONS = 100  # listed from the start and from the end of the run
@@ -148,11 +149,11 @@ class StepTotals:
         return sorted(found, key=lambda line: line.step)
 
     def losses_by_bucket(self) -> list[tuple[str, float, float]]:
-        """(bucket, mean loss in the first half of the run, in the second), by name."""
+        """(bucket, mean loss in the first half of the run, in the second), by the numbers of the names."""
         first, second = self._halves
         return [
             (name, mean_of(*first.get(name, (0.0, 0))), mean_of(*second.get(name, (0.0, 0))))
-            for name in sorted({*first, *second})
+            for name in sorted({*first, *second}, key=by_numbers)
         ]
 
 

@@ -28,7 +28,7 @@ from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig
 from app.validation.clips import HeldOutClip, held_out_clips, held_out_data
 from data.errors import DataError, DataIOError
-from ops.counted import counted
+from ops.counted import by_numbers, counted
 
 if TYPE_CHECKING:
     from actors.feed.item_cache import ItemCache
@@ -288,11 +288,15 @@ def measured(step: int, done: ClipLosses, clips: Sequence[HeldOutClip], seconds:
         loss=fmean(one.loss for one in done.losses),
         clips=len(clips) - no_room.total() - len(done.unread),
         unread=len(done.unread),
-        no_room=dict(sorted(no_room.items())),
-        by_bucket={name: fmean(some) for name, some in sorted(by_bucket.items())},
+        no_room=dict(sorted(no_room.items(), key=_by_name)),
+        by_bucket={name: fmean(some) for name, some in sorted(by_bucket.items(), key=_by_name)},
         by_noise={name: fmean(some) for name, some in sorted(by_noise.items())},
         seconds=round(seconds, 3),
     )
+
+
+def _by_name(pair: tuple[str, object]) -> tuple[tuple[int, str], ...]:
+    return by_numbers(pair[0])
 
 
 def _range_of(noise: float) -> str:

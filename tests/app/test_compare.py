@@ -75,6 +75,15 @@ def test_a_loss_that_is_no_number_in_both_runs_is_the_same(run_folder: Path) -> 
     assert (found := difference_of(one, other)).largest == 0.0 and found.lone == 0
 
 
+def test_equal_runs_have_the_same_losses(run_folder: Path) -> None:
+    """The terminal named a largest difference of 0.0e+00 at step 0."""
+    other = copy_of(run_folder, "other")
+    _, said = write_comparison([run_folder, other], run_folder / "page.html")
+    assert said.endswith("; the same losses on 30 common steps")
+    text = (run_folder / "page.html").read_text()
+    assert "the same losses on 30 common steps." in text and "<td>nothing</td>" in text and "(step 0)" not in text
+
+
 def test_runs_without_a_common_step_are_refused_by_name(run_folder: Path) -> None:
     other = copy_of(run_folder, "other", lambda line: {**line, "step": line["step"] + 1000})
     with pytest.raises(ConfigError, match="demo and other have no step in common"):
@@ -306,7 +315,7 @@ def test_steps_of_other_clips_are_counted(run_folder: Path) -> None:
     assert (found.common, found.other_clips) == (30, 4)
     assert difference_of(one, one).other_clips == 0
     lines = write_comparison([one, other], run_folder / "page.html")
-    assert lines[1].endswith("of 30, 4 of them of other clips")
+    assert lines[1].endswith("on 30 common steps, 4 of them of other clips")
     assert "<p>4 of them were trained on other clips" in (run_folder / "page.html").read_text()
 
 
@@ -320,10 +329,10 @@ def test_the_newest_held_out_loss_of_each_run_stands_in_the_table(run_folder: Pa
     out = run_folder / "page.html"
     write_comparison([run_folder, other], out)
     text = out.read_text()
-    assert "<th>held-out loss</th>" in text and "<td>0.2500 (step 20)</td>" in text and "0.5000" not in text
+    assert "<th>held-out loss</th>" in text and "<td>0.2500 (after 20 steps)</td>" in text and "0.5000" not in text
     with (other / "events.jsonl").open("a") as file:
         file.write(json.dumps(replace(event(29, 0.125), no_room={"81x720x1280": 2}).line()) + "\n")
     write_comparison([run_folder, other], out)
-    assert "<td>0.1250 (step 30, without 81x720x1280)</td>" in out.read_text()
+    assert "<td>0.1250 (after 30 steps, without 81x720x1280)</td>" in out.read_text()
     write_comparison([run_folder, copy_of(run_folder, "third")], out)
     assert "held-out loss" not in out.read_text()

@@ -18,9 +18,11 @@ import torch
 from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom, TurnReport, TurnTask
 from actors.messages import CascadeTask, StepSample
 from actors.records.events import HeldOutFailed, HeldOutMeasured, event_of
+from actors.records.metrics_line import metrics_of
 from actors.worker.aside import Asides
 from app.records.metrics import Metrics
-from app.report.curves import held_out_html
+from app.report.curves import held_out_html, loss_html
+from app.report.totals import StepTotals
 from app.run import launch
 from app.settings.config import RunConfig
 from app.validation.checkpoint import validate
@@ -622,6 +624,25 @@ def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     text = held_out_html({39: whole, 79: short})
     assert "<th>81x720x1280</th>" in text and "<td>0.7500</td>" in text, "what was measured before stays in the table"
     assert "nan" not in text
+
+
+def test_buckets_stand_by_their_numbers() -> None:
+    names = ("17x32x48", "1x32x48", "9x32x48")
+    done = ClipLosses(losses=tuple(ClipLoss(bucket=name, noise=0.1, loss=1.0) for name in names))
+    one = measured(39, done, [], 1.5)
+    assert list(one.by_bucket) == ["1x32x48", "9x32x48", "17x32x48"]
+    before = replace(one, by_bucket=dict.fromkeys(sorted(names), 1.0))  # as records have them
+    columns = re.findall(r"<th>(\d+x32x48)</th>", held_out_html({39: before}))
+    assert columns == ["1x32x48", "9x32x48", "17x32x48"]
+    steps = StepTotals(1)
+    steps.add(metrics_of({"step": 0, "loss": 1.0, "loss_by_bucket": dict.fromkeys(names, 1.0)}))
+    assert [name for name, _, _ in steps.losses_by_bucket()] == columns
+
+
+def test_the_loss_curve_names_the_line_of_held_out_clips() -> None:
+    one, steps = measured(39, losses_of(0.1), [], 1.5), StepTotals(1)
+    steps.add(metrics_of({"step": 0, "loss": 1.0}))
+    assert "Orange: held-out clips." in loss_html(steps, {39: one}) and "Orange" not in loss_html(steps)
 
 
 def test_a_loss_that_is_not_finite_is_json(tmp_path: Path) -> None:
