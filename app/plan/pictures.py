@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.plan.types import Cascade, Cluster, Item, Plan
 from app.drawing.style import CSS
 from app.drawing.svg import Bar, EventMark, Lane, timeline
 
+if TYPE_CHECKING:
+    from matplotlib.patches import Rectangle
+    from matplotlib.text import Text
+
 COLOURS = {"text": "#d9962b", "vae": "#1f9e8b", "dit": "#4c63d2"}
 ROW_INCHES, MAX_INCHES = 0.22, 40.0
-LABEL_SHARE = 0.035  # a bar that takes a smaller share of the time axis has no label
+LABEL_SHARE = 0.02  # a bar that takes a smaller share of the time axis has room for no label
+LABEL_MARGIN = 4.0  # pixels
 
 Buckets = Mapping[tuple[int, str], Item]  # items by step and id
 
 
 def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buckets) -> None:
-    """One chart per plan, one row per GPU, all on the same time axis; red lines end the steps, grey ones the nodes."""
+    """One chart per plan, one row per GPU, all on the same time axis; red lines end the steps, grey ones the nodes.
+    A bar has a label where that fits into it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -28,10 +35,11 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
     figure = Figure(figsize=(14, height * len(plans)), layout="constrained")
     FigureCanvasAgg(figure)
     end = max((cascade.end_s for plan in plans for cascade in _cascades(plan)), default=1.0)
+    labels: list[tuple[Text, Rectangle]] = []
     for axes, plan in zip(figure.subplots(len(plans), 1, squeeze=False, sharex=True)[:, 0], plans, strict=True):
         for cascade in _cascades(plan):
             for first, count in _runs(cascade.workers):
-                axes.barh(
+                (bar,) = axes.barh(
                     first + (count - 1) / 2,
                     cascade.seconds,
                     left=cascade.start_s,
@@ -41,7 +49,7 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
                     linewidth=0.6,
                 )
                 if cascade.seconds > LABEL_SHARE * end:
-                    axes.text(
+                    text = axes.text(
                         cascade.start_s + cascade.seconds / 2,
                         first + (count - 1) / 2,
                         label(cascade, items),
@@ -51,6 +59,7 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
                         color="white",
                         clip_on=True,
                     )
+                    labels.append((text, bar))
         for node in range(1, len(cluster.nodes)):
             axes.axhline(sum(cluster.nodes[:node]) - 0.5, color="#9aa0a6", linewidth=0.6)
         for mark in _ends(plan):
@@ -68,7 +77,22 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
         frameon=False,
         fontsize=8,
     )
+    figure.set_dpi(110)
+    figure.draw_without_rendering()  # bars have their places
+    for text, bar in labels:
+        _fit(text, bar)
     figure.savefig(path, dpi=110)
+
+
+def _fit(text: Text, bar: Rectangle) -> None:
+    """In one line, in several, or not at all."""
+    room = bar.get_window_extent()
+    for shown in (text.get_text(), text.get_text().replace(" ", "\n")):
+        text.set_text(shown)
+        taken = text.get_window_extent()
+        if taken.width + LABEL_MARGIN <= room.width and taken.height <= room.height:
+            return
+    text.remove()
 
 
 def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buckets, text: str) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from actors.plan.types import PlanError
+from actors.plan.types import Cascade, Cluster, Item, Part, Plan, PlanError, StepPlan
 from app.cli import main
 from app.inputs.cluster import read_cluster
 from app.inputs.items import bucket_shares
 from app.inputs.workload import read_workload
+from app.plan.pictures import write_gantt
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -413,3 +414,29 @@ def test_plan_errors_are_not_usage_errors() -> None:
     from app.settings.errors import exit_code
 
     assert exit_code(PlanError("x")) == 3
+
+
+def test_a_bar_has_a_label_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of narrow bars lay over their neighbours'."""
+    from matplotlib.figure import Figure
+
+    def cascade(name: str, start_s: float, end_s: float) -> Cascade:
+        return Cascade(
+            id=name, module="dit", step=0, parts=(Part(item=name, first=0, count=1),), degree=8,
+            workers=tuple(range(8)), start_s=start_s, end_s=end_s,
+        )  # fmt: skip
+
+    cuts = {"121": (0, 90), "105": (90, 93), "77": (93, 95.5), "93": (95.5, 98.8), "33": (98.8, 100)}
+    items = {(0, name): Item(id=name, batch=1, frames=int(name), height=64, width=64, text_tokens=8) for name in cuts}
+    step = StepPlan(
+        step=0, cascades=tuple(cascade(name, *ends) for name, ends in cuts.items()), makespan_s=100.0,
+        lower_bound_s=100.0, planning_s=0.0, idle_ratio=0.0,
+    )  # fmt: skip
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: drawn.append(self))
+    write_gantt(tmp_path / "a.png", [Plan(strategy="static", steps=(step,))], Cluster(nodes=(8,)), items)
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == ["121f b1 sp8", "105f\nb1\nsp8", "77f\nb1\nsp8", "93f\nb1\nsp8"]
+    for text, bar in zip(axes.texts, axes.patches, strict=False):
+        inside, room = text.get_window_extent(), bar.get_window_extent()
+        assert room.x0 <= inside.x0 and inside.x1 <= room.x1 and room.height >= inside.height
