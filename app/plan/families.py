@@ -85,5 +85,6 @@ def size_of(path: Path) -> PresetSize:
     except (OSError, ValueError):  # as the presets' before anything is downloaded
         dit = model.dit
     dit = replace(dit, path=None)
-    whole = num_trained(replace(dit.without_lora(), train_only=()))
-    return PresetSize(name=path.stem, dit=dit, weights=whole, trained=num_trained(dit))
+    whole = replace(dit.without_lora(), train_only=())
+    weights = num_trained(whole)
+    return PresetSize(name=path.stem, dit=dit, weights=weights, trained=weights if dit == whole else num_trained(dit))

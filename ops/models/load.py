@@ -242,7 +242,9 @@ def dit_skeleton(config: DiTConfig) -> nn.Module:
     """The same module on the meta device: names, shapes and what is trainable, without memory or weights."""
     import torch
 
-    with torch.device("meta"):
+    from ops.models.undrawn import Undrawn
+
+    with torch.device("meta"), Undrawn():
         return bare_dit(config)
 
 
