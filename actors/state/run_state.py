@@ -81,6 +81,7 @@ class StuckCommit:
 
     why: str
     overdue: bool = False  # no keeper has answered
+    calm: bool = False  # nothing is wrong and no commit waits: such a repair counts as none
 
 
 class PositionSource(Protocol):
@@ -370,8 +371,8 @@ class RunState:
         room for copies may have some again. None: no reason."""
         if gone := self.keepers.gone():
             return StuckCommit(why=f"{', '.join(gone)} is gone")
-        rested = self.keepers.rested()
-        return StuckCommit(why=f"{', '.join(rested)} may have room again") if rested else None
+        rested = self.keepers.rested() if not self._repairs else []  # a repair looks at them, too
+        return StuckCommit(why=f"{', '.join(rested)} may have room again", calm=True) if rested else None
 
     def repair_keepers(
         self, stuck: StuckCommit, world: Sequence[Seat], quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
@@ -392,8 +393,9 @@ class RunState:
             time.sleep(_REPAIR_PAUSE_S)
             return None
         self._tell_forecast()  # it may say why
-        self._repairs += 1
-        self._repaired_at = time.monotonic()
+        if not stuck.calm:  # hours without a commit, while storage or data do not answer, have many of these
+            self._repairs += 1
+            self._repaired_at = time.monotonic()
         if self._repairs > 1:  # a single repair is usual
             log.warning("the keepers are repaired for the %d. time since the last commit: %s", self._repairs, stuck.why)
             self._tell(KeepersRepaired(repairs=self._repairs, why=stuck.why))

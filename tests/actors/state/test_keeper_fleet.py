@@ -346,37 +346,69 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
     assert keepers._placed[0] == (keeper_name("run", "big"),)
 
 
+class WithSpare:
+    """A run on one node, whose state was copied to another one until that had no room for it."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._clock, self.seats = clock, [Seat(name="w0", node="gpus", handle=Remote())]  # type: ignore[arg-type]
+        cluster, keepers = Cluster(monkeypatch, clock, gpus=9e9, spare=8e9), Placed("run", SnapshotConfig())
+        keepers.prepare(["gpus"])
+        gpus, self.spare = cluster.newest("gpus"), cluster.newest("spare")
+        gpus.answers, self.spare.answers = [(0.0, Standing()), (0.0, ROOM)], [(0.0, Standing()), (0.0, ("spare", 10))]
+        self.listener = listener = Listening()
+        state = state_of(keepers=keepers, model=MODEL, listener=listener)
+        keepers.begin(base_of())
+        account = SimpleNamespace(records=lambda done: (SimpleNamespace(step=done.running.step), []))
+        source = SimpleNamespace(release=lambda step: None)
+        self.committer = Committer(
+            state=state,
+            account=account,  # type: ignore[arg-type]
+            listener=listener,
+            events=Events(listener),
+            source=source,  # type: ignore[arg-type]
+        )
+        self.committer.restart(6)
+        assert self.commits(range(7, 8), 1.0) == [7]
+        state.repair_keepers(StuckCommit(why="no room"), self.seats, True, self.committer.log, ())
+
+    def commits(self, steps: range, seconds: float) -> list[int]:
+        """Steps that are held by the spare node, too."""
+        self.spare.told.clear()
+        for step in steps:
+            self._clock.now += seconds
+            self.committer.add(collected(step, 4, snapshot(step, generation=4)))
+            self.committer.settle(self.seats, quiet=True)
+            assert self.committer.committed == step
+        return [shard.step for name, *told in self.spare.told if name == "hold" for shard, _ in told[0]]
+
+
 def test_a_node_that_had_no_room_gets_copies_again_without_a_change_of_the_pool(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was looked at with the next generation alone: in a calm run nothing was copied for good."""
-    cluster = Cluster(monkeypatch, clock, gpus=9e9, spare=8e9)
-    keepers, seats = Placed("run", SnapshotConfig()), [Seat(name="w0", node="gpus", handle=Remote())]  # type: ignore[arg-type]
-    keepers.prepare(["gpus"])
-    gpus, spare = cluster.newest("gpus"), cluster.newest("spare")
-    gpus.answers, spare.answers = [(0.0, Standing()), (0.0, ROOM)], [(0.0, Standing()), (0.0, ("spare", 10))]
-    state, listener = state_of(keepers=keepers, model=MODEL), Listening()
-    keepers.begin(base_of())
-    account = SimpleNamespace(records=lambda done: (SimpleNamespace(step=done.running.step), []))
-    source = SimpleNamespace(release=lambda step: None)
-    committer = Committer(state=state, account=account, listener=listener, events=Events(listener), source=source)  # type: ignore[arg-type]
-    committer.restart(6)
+    run = WithSpare(clock, monkeypatch)
+    assert run.commits(range(8, 16), 140.0) == [], "and after ten minutes it is still full"
+    run.spare.answers = [(0.0, ROOM)]
+    assert run.commits(range(16, 20), 140.0) == [17, 18, 19], "the one that counts by then, and those after it"
 
-    def commits(steps: range, seconds: float) -> list[int]:
-        """Steps that are held by the spare node, too."""
-        spare.told.clear()
-        for step in steps:
-            clock.now += seconds
-            committer.add(collected(step, 4, snapshot(step, generation=4)))
-            committer.settle(seats, quiet=True)
-            assert committer.committed == step
-        return [shard.step for name, *told in spare.told if name == "hold" for shard, _ in told[0]]
 
-    assert commits(range(7, 8), 1.0) == [7]
-    state.repair_keepers(StuckCommit(why="no room"), seats, True, committer.log, ())
-    assert commits(range(8, 16), 140.0) == [], "and after ten minutes it is still full"
-    spare.answers = [(0.0, ROOM)]
-    assert commits(range(16, 20), 140.0) == [17, 18, 19], "the one that counts by then, and those after it"
+def test_a_run_that_waits_for_storage_or_data_is_not_ended_by_a_node_without_room(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try, every ten minutes, counted as a repair that did not help: the eighth ended the run."""
+    run = WithSpare(clock, monkeypatch)
+    assert run.commits(range(8, 10), 1.0) == []
+    run.listener.told.clear()
+    run.spare.told.clear()
+    until = clock.now + 11 * 3600
+    while clock.now < until:
+        clock.now += 30
+        run.committer.settle(run.seats, quiet=True)
+    assert KeepersRepaired not in run.listener.kinds and SnapshotsFailed not in run.listener.kinds
+    run.spare.answers = [(0.0, ROOM)]
+    clock.now += 700
+    run.committer.settle(run.seats, quiet=True)
+    assert [name for name, *_ in run.spare.told if name == "hold"] == ["hold"], "the newest state that counts"
 
 
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:
