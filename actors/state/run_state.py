@@ -118,6 +118,7 @@ class RunState:
         # They live, have not answered, and may hold a newer state than was found.
         self._silent: tuple[str, ...] = keepers.silent
         self._first: Origin | None = None  # found by `first`, used by no generation yet
+        self._is_chosen = False  # `first` has answered: checkpoints of later steps are of what is computed anew
         self._forecast_told = False
         self.interval = SnapshotInterval(
             setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
@@ -141,15 +142,16 @@ class RunState:
         if self._silent:
             where = _named(self._first.step) if self._first is not None else self._where_without_keepers()
             self._refuse_to_guess(where, self.standing.committed)
+        self._is_chosen = True
         return self._first
 
-    def _find(self, commits: CommitLog) -> Recovery:
-        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out. While it is read
-        a newer one may become whole."""
+    def _find(self, commits: CommitLog, until: float = math.inf) -> Recovery:
+        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out, as are those
+        after step `until`. While it is read a newer one may become whole."""
         while True:
-            recovery = self._decide(found := self.on_disk(), commits)
+            recovery = self._decide(found := self.on_disk(until), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
-            if folder is None or not (self._is_damaged(Path(folder)) or self.on_disk() != found):
+            if folder is None or not (self._is_damaged(Path(folder)) or self.on_disk(until) != found):
                 if recovery.origin is None and self._withheld:  # a new start would drop all of the run
                     raise next(iter(self._withheld.values()))
                 self._silent = self.keepers.silent if recovery.step < commits.wanted else ()
@@ -189,10 +191,11 @@ class RunState:
         raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=last_step))
 
     def recover(self, commits: CommitLog) -> Recovery:
-        """The newest whole state for a generation, of keepers or on disk."""
+        """The newest whole state for a generation, of keepers or on disk. A checkpoint begins after its commit: one of
+        a later step has been passed over at the start, and the run has gone on without it."""
         if self._first is not None:
             return Recovery(origin=self._first)
-        recovery = self._find(commits)
+        recovery = self._find(commits, until=commits.newest)
         if recovery.lost_steps:
             self._refuse_to_guess(_named(recovery.step), commits.committed)
             where = recovery.origin.checkpoint if recovery.origin is not None else "the start"
@@ -281,10 +284,10 @@ class RunState:
             self._tell(CheckpointPassedOver(folder=folder.name, why=f"storage does not give it: {error}"))
         self._withheld[folder] = error
 
-    def step_on_disk(self) -> int:
-        """The step of the newest complete checkpoint; -1 without one, or while storage does not say."""
+    def step_on_disk(self, until: float = math.inf) -> int:
+        """The step of the newest complete checkpoint up to this step; -1 without one, or while storage does not say."""
         try:
-            found = self.on_disk()
+            found = self.on_disk(until)
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
             return -1
@@ -438,15 +441,16 @@ class RunState:
             return -1
         self._counted = math.inf
         self._counted = self._counted_in_keepers(commits)
-        recovery = self._find(commits)
+        until = commits.newest if self._is_chosen else math.inf
+        recovery = self._find(commits, until)
         if world and recovery.step < commits.newest:  # they may be slow to answer
             self.take_over(world, commits.newest)
-            recovery = self._find(commits)
+            recovery = self._find(commits, until)
         step, found = recovery.step, recovery.origin
         if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(step)):
             return step
         self.writer.wait()
-        return step if step <= self.step_on_disk() else -1
+        return step if step <= self.step_on_disk(until) else -1
 
     def seal_last(self) -> None:
         """What `keep_last` has put on disk becomes a checkpoint."""
@@ -459,7 +463,7 @@ class RunState:
             log.error("the keepers stay: %s may hold the newest state", ", ".join(self._silent))
             return False
         counted = max(committed, self._counted)
-        if self.step_on_disk() < counted:
+        if self.step_on_disk(until=counted if self._is_chosen else math.inf) < counted:
             step = f"step {counted}" if counted < math.inf else "what they hold"
             log.error("%s is not on disk; the keepers stay, and --resume on this cluster continues from them", step)
             return False

@@ -281,10 +281,10 @@ class VirtualState(RunState):
         """No checkpoint is ever read."""
         return None
 
-    def step_on_disk(self) -> int:
+    def step_on_disk(self, until: float = math.inf) -> int:
         writer: object = self.writer
         assert isinstance(writer, VirtualWriter)
-        return writer.step
+        return writer.step if writer.step <= until else -1
 
     @property
     def _total(self) -> int:

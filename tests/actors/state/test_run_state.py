@@ -128,6 +128,27 @@ def test_what_storage_gives_again_and_is_damaged_is_no_state_to_go_on_from(
     assert state.step_on_disk() == 299 and listener.kinds == [CheckpointPassedOver, CheckpointDamaged]
 
 
+@pytest.mark.parametrize("writes", [True, False], ids=["it is written", "no keeper gives it for that"])
+def test_a_run_does_not_jump_to_a_checkpoint_that_it_has_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """Storage gave it again later: a lost worker brought the run from step 350 to step 399 of an earlier start, and the
+    end took that one for what keepers held."""
+    write_checkpoint(tmp_path, 299, {})
+    keep_bytes(monkeypatch, write_checkpoint(tmp_path, 399, {}))
+    keepers = KeepersHere(Standing(committed=-1), a=[held(350)])
+    state = state_of(tmp_path, keepers=keepers, writer=(writer := Writing(writes=writes)), model=MODEL)
+    origin = state.first()
+    assert origin is not None and origin.step == 299
+    state.forget_first()
+    monkeypatch.undo()
+    commits = CommitLog(committed=350)
+    recovery = state.recover(commits)
+    assert recovery.origin is not None and recovery.step == 350 and recovery.origin.checkpoint is None
+    assert state.keep_last((), commits) == (350 if writes else -1) and writer.saved == [350]
+    assert not state.free_memory(350), "nothing of that step is on disk yet"
+
+
 def keep_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path, until: float = math.inf) -> list[float]:
     """Storage says which files of this checkpoint there are, and not what is in them; returns a clock that runs while
     it is waited for."""

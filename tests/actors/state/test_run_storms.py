@@ -7,6 +7,7 @@ its elements, so that a mixture of two versions is seen wherever somebody reads.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -205,9 +206,9 @@ class State(RunState):
 
     _total, _parameters = TOTAL, ()  # type: ignore[assignment]
 
-    def on_disk(self) -> tuple[int, Path] | None:
+    def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
         disk: tuple[int, Path] | None = self.writer.disk  # type: ignore[attr-defined]
-        return disk
+        return disk if disk is not None and disk[0] <= until else None
 
     def _is_damaged(self, folder: Path) -> bool:
         return False
