@@ -244,10 +244,10 @@ def checksum(folder: Path) -> int:
 
 
 def checksum_or_gone(folder: Path) -> int:
-    """`checksum`, or GONE where there is no complete checkpoint."""
+    """`checksum`, or GONE where there is no complete checkpoint, or none that this user may read."""
     try:
         return checksum(folder) if is_complete(folder) else GONE
-    except CheckpointError:  # removed meanwhile
+    except (CheckpointError, PermissionError):  # removed meanwhile, or taken away: a run with a state needs none
         return GONE
 
 

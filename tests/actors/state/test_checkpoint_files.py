@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,12 @@ from safetensors.numpy import load_file
 from actors.state import checkpoint_files
 from actors.state.checkpoint_files import (
     COMPLETE,
+    GONE,
     CheckpointError,
     begin,
     check_free_space,
+    checksum,
+    checksum_or_gone,
     complete,
     damage,
     forecast_bytes,
@@ -468,6 +472,24 @@ def test_prune_goes_on_where_storage_does_not_give_one_checkpoint(
 
     monkeypatch.setattr(checkpoint_files, "_listed", given)
     assert [folder.name for folder in prune(tmp_path, keep_last=1)] == ["step-9", "step-29"]
+
+
+def test_a_first_state_that_may_not_be_read_any_more_is_as_one_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker asks for its checksum, though a run with a state reads nothing of it: each ended at its start."""
+    folder = write(tmp_path, 9)
+    assert checksum_or_gone(folder) == checksum(folder) != GONE
+    opened = open
+
+    def given(name: Any, *more: Any, **named: Any) -> Any:
+        if Path(name) == folder / COMPLETE:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return opened(name, *more, **named)
+
+    monkeypatch.setattr("builtins.open", given)
+    monkeypatch.setattr("io.open", given)
+    assert checksum_or_gone(folder) == GONE
 
 
 @pytest.mark.parametrize("asked", ["size", "bytes"])
