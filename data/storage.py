@@ -548,7 +548,11 @@ def _files_like(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """As `Path.glob`, which would give a part of them where storage does not list one of the folders: the others would
     be a data set of their own. Folders that may not be read are passed over, as it does."""
     if not names:
-        if folder.is_file():
+        try:
+            is_file = folder.is_file()
+        except PermissionError:  # below a folder that may not be entered
+            return
+        if is_file:
             yield folder
         return
     name, rest = names[0], names[1:]

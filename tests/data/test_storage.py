@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pyarrow.fs import FileInfo, FileType
@@ -105,6 +107,31 @@ def test_a_glob_means_the_same_files_by_a_path_and_by_a_uri(tmp_path: Path, patt
         else:
             with pytest.raises(DataError, match="no files"):
                 expand(f"{root}/{pattern}", (".tar",))
+
+
+@pytest.mark.parametrize("pattern", ["*/s.tar", "**/s.tar", "*/*.tar"])
+def test_a_glob_passes_over_a_folder_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    """Which is listed as one above it is, and lets nobody else ask for what is in it."""
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "s.tar").touch()
+    theirs, stat_of, listed = tmp_path / "theirs", Path.stat, os.scandir
+
+    def asked(path: Path, **how: bool) -> os.stat_result:
+        if path.parent == theirs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat_of(path, **how)
+
+    def given(path: Path) -> Any:
+        if path == theirs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "stat", asked)
+    monkeypatch.setattr(os, "scandir", given)
+    assert expand(f"{tmp_path}/{pattern}", (".tar",)) == [f"{tmp_path}/ours/s.tar"]
 
 
 def test_a_glob_of_a_path_may_go_up_again(tmp_path: Path) -> None:
