@@ -225,8 +225,14 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def complete(root: Path) -> list[Path]:
-    """All complete checkpoints below `root`, oldest first."""
-    return [folder for folder in step_folders(root) if is_complete(folder)]
+    """The complete checkpoints below `root` to choose from, oldest first: without those of which storage does not say
+    now, or not to this user, whether they are."""
+    found = []
+    for folder in step_folders(root):
+        with suppress(OSError):
+            if is_complete(folder):
+                found.append(folder)
+    return found
 
 
 def load(folder: Path) -> tuple[Meta, list[ShardState]]:

@@ -43,7 +43,13 @@ def checkpoint_folder(path: Path, after: int | None = None, *, verify: bool = Tr
         raise ConfigError(f"checkpoint {path} does not exist. {there}")
     if is_complete(path):
         return path
-    found = latest(path) or latest(root_of(path))
+    try:
+        found = latest(path) or latest(root_of(path))
+    except OSError as error:
+        raise ConfigError(
+            f"the latest checkpoint of {path} cannot be read: {error}. Have it readable, or name another one by its "
+            f"folder. {_there_are(complete(root_of(path) if root_of(path).is_dir() else path))}"
+        ) from None
     if found is None:
         raise ConfigError(
             f"{path} is no complete checkpoint and holds none; give runs/NAME or "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -59,6 +61,35 @@ def test_a_damaged_one_is_not_taken(run: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ConfigError, match=r"step-499 is damaged: .*There are those after 250 .*, 750 "):
         checkpoint_folder(run, 500)
+
+
+def keep_from_us(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A checkpoint that another user's run has written."""
+    opened = open
+
+    def given(name: Any, *more: Any, **named: Any) -> Any:
+        if isinstance(name, str | Path) and Path(name).parent == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return opened(name, *more, **named)
+
+    monkeypatch.setattr("builtins.open", given)
+    monkeypatch.setattr("io.open", given)
+
+
+def test_a_checkpoint_that_may_not_be_read_hides_no_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_from_us(monkeypatch, run / "checkpoints" / "step-749")
+    there = r"There are those after 250 \(step-249\), 500 \(step-499\) steps\."
+    with pytest.raises(ConfigError, match=rf"one has no checkpoint after 300 steps\. {there}"):
+        checkpoint_folder(run, 300)
+    with pytest.raises(ConfigError, match=rf"step-250 does not exist\. {there}"):
+        checkpoint_folder(run / "checkpoints" / "step-250")
+    assert checkpoint_folder(run, 500).name == "step-499"
+    refused = (
+        rf"one.* cannot be read: .*step-749/COMPLETE.*Have it readable, or name another one by its folder\. {there}"
+    )
+    for given in (run, run / "checkpoints"):
+        with pytest.raises(ConfigError, match=refused):
+            checkpoint_folder(given)
 
 
 def said(*words: str) -> str:
