@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from actors.outcome import Exit
-from actors.state.checkpoint_files import complete
-from actors.state.checkpoint_writer import root_of
+from actors.state.checkpoint_writer import newest_step
 from app.check.facts import GpuFacts, RunPaths
 from app.check.findings import ClusterFacts, Finding, findings
 from app.check.looks import look_at
@@ -47,7 +46,7 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
     model, cache = config.model, config.data.cache
     paths = (model.dit.path, model.vae.path, model.text.path, None if model.image is None else model.image.path)
     folders = [path for path in paths if path is not None]
-    if config.train.init_from and not complete(root_of(run_dir(config))):  # a run with a state does not read it
+    if config.train.init_from and newest_step(run_dir(config)) == -1:  # a run with a state does not read it
         folders.append(str(checkpoint_folder(Path(config.train.init_from))))
     sources = (*config.data.sources, *(config.validation.sources if config.validation.every else ()))
     with ExitStack() as gone:

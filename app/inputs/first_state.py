@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from actors.state.checkpoint_files import CheckpointError, complete, damage, load, trained_parameters
-from actors.state.checkpoint_writer import root_of
+from actors.state.checkpoint_files import CheckpointError, damage, load, trained_parameters
+from actors.state.checkpoint_writer import newest_step
 from app.inputs.checkpoints import checkpoint_folder, run_config, steps_of
 from app.settings.config import RunConfig
 from app.settings.resume import kind_of
@@ -34,7 +34,7 @@ def with_first_state(config: RunConfig, folder: Path | None = None) -> tuple[Run
         kept = RunConfig.load(folder / CONFIG).train.init_from
         if kept and _means(Path(given), Path(kept)):
             config = replace(config, train=replace(config.train, init_from=kept))
-        if complete(root_of(folder)):
+        if newest_step(folder) != -1:  # one is enough to know; where storage does not say, the run has a state
             return config, ""
         given = config.train.init_from or given
     checkpoint = checkpoint_folder(Path(given))

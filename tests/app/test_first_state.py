@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from actors.config import TrainConfig
+from actors.state import checkpoint_files
 from actors.state.checkpoint_files import checksum, load
 from actors.worker.loading import FirstWeights
 from app.inputs.first_state import with_first_state
@@ -85,6 +87,29 @@ def test_the_checkpoint_is_read_for_damage_once(here: Path, monkeypatch: pytest.
         read.clear()
         with_first_state(of(config, init_from=str(given)))
         assert read == [folder]
+
+
+@pytest.mark.parametrize("denied", [False, True], ids=["it answers", "it may not be read"])
+def test_a_resume_asks_for_no_more_than_whether_there_is_a_state(
+    here: Path, monkeypatch: pytest.MonkeyPatch, denied: bool
+) -> None:
+    """All files of all checkpoints were asked for, and the first one that may not be read ended it."""
+    first = write_checkpoint(here / "a", tiny_run())
+    config, own, asked = of(tiny_run(), init_from=str(first)), here / "runs" / "own", list[str]()
+    for step in (3, 7):
+        write_checkpoint(own, config, step)
+    save_config(config, own)
+    whole = checkpoint_files.is_complete
+
+    def is_complete(folder: Path) -> bool:
+        asked.append(folder.name)
+        if denied:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return whole(folder)
+
+    monkeypatch.setattr(checkpoint_files, "is_complete", is_complete)
+    assert with_first_state(config, own) == (config, "")
+    assert asked == ["step-7"]
 
 
 def test_what_is_taken_over_is_told(here: Path) -> None:
