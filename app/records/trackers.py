@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.names import id_in, label_of
 from actors.outcome import Exit
+from app.records.rundir import METRICS
+from app.records.tails import last_line, number_in
 from ops.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -345,7 +347,7 @@ class RayTracker:
 
     Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
     whose steps are longer, or do not come, is seen as long as its process lives. `heddle_run_steps` is train.steps,
-    `heddle_checkpoint_every` checkpoint.every.
+    `heddle_checkpoint_every` checkpoint.every; `heddle_step` of a run that goes on is its last one from the start.
     """
 
     quiet = ""
@@ -354,13 +356,15 @@ class RayTracker:
         self._run, self._repeat_s = label_of(folder.name), repeat_s
         self._gauges: dict[str, Gauge] = {}
         self._labels: dict[str, set[str]] = {}  # that a gauge had last
-        self._latest = -1
+        self._latest = int(number_in(last_line(folder / METRICS) or {}, "step", -1))
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str], float] = {}  # of (gauge, label)
         for tag, section, name in SETTINGS:
             found = config.get(section)
             if isinstance(found, Mapping) and name in found:
                 self._values[gauge_of(tag)] = float(found[name])
+        if self._latest >= 0:  # or a run of which Prometheus has forgotten the steps would seem to have made none
+            self._values[gauge_of("step")] = float(self._latest)
         self._closed = threading.Event()
         self._repeats: threading.Thread | None = None
         self._repeat()  # HeddleNoFirstStep looks at a run that has these and no step

@@ -227,6 +227,32 @@ def test_gauges_say_how_far_the_run_and_its_checkpoints_are(monkeypatch: pytest.
         assert shown["heddle_step"] == 30 and shown["heddle_checkpoint_step"] == 29
 
 
+def test_a_run_that_goes_on_shows_its_last_step_from_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HeddleNoFirstStep called for a finished run that was started again: its steps were of days ago."""
+    shown: list[tuple[str, float]] = []
+
+    class Gauge:
+        def __init__(self, name: str, **described: object) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: Mapping[str, str]) -> None:
+            shown.append((self.name, value))
+
+    with Metrics(tmp_path, track=[]) as metrics:
+        metrics.step(line(498))
+        metrics.step(line(499))
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    monkeypatch.setitem(TRACKERS, "ray", partial(RayTracker, repeat_s=0.01))
+    with Metrics(tmp_path, track=["ray"], config={"train": {"steps": 500}}) as metrics:
+        until = time.monotonic() + 30
+        while shown.count(("heddle_run_steps", 500)) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert set(shown) == {("heddle_run_steps", 500), ("heddle_step", 499)}
+        metrics.step(line(450))
+        assert ("heddle_step", 450) in shown, "it is computed again"
+
+
 def made_samples(run: Path) -> SamplesMade:
     """Samples of a live run, in its folder."""
     prompts = ["a red circle", "a blue square"]
