@@ -4,7 +4,6 @@ there is not: half of the time that skeletons of all presets took."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import init
@@ -19,14 +18,14 @@ class Undrawn(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         named = kwargs or {}
         if func in _DRAWS:
             tensor = args[0] if args else named["tensor"]
-            if tensor.is_meta:
+            if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **named)
