@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -279,6 +280,37 @@ finally:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) != 0 and not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_it_twice_frees_the_device_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """The one that measures waits for a device and heeds nothing."""
+    deaf = f"""
+import os, pathlib, signal, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+pathlib.Path({str(tmp_path)!r}, "pid.new").write_text(str(os.getpid()))
+os.replace({str(tmp_path / "pid.new")!r}, {str(tmp_path / "pid")!r})
+time.sleep(600)
+"""
+    call = f"supervised([sys.executable, '-c', {deaf!r}], print)"
+    code = f"import sys; from app.bench.gpu.supervise import supervised; {call}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    until = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    child = int((tmp_path / "pid").read_text())
+    process.send_signal(number)
+    time.sleep(1.0)
+    assert process.poll() is None, "it waits for the process that measures"
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    until = time.monotonic() + 20
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it still has the device"
+        time.sleep(0.01)
 
 
 def test_processes_that_die_are_followed_by_others_until_they_are_given_up(tmp_path: Path) -> None:

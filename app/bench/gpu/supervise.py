@@ -41,8 +41,8 @@ def _code_of(command: Sequence[str]) -> int:
     try:
         return process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
         _free(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _free(process: subprocess.Popen[bytes]) -> None:
@@ -51,7 +51,10 @@ def _free(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_ENDS_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        pass
+    finally:  # whoever asks a second time does not wait
+        if process.poll() is None:
+            process.kill()
 
 
 def leave_for_another() -> None:
