@@ -54,7 +54,7 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     """Body of the command. Raises ConfigError for a run that has no cache or nothing to keep in it, and where the disk
     is too small; DataError where more clips are bad than `data.limits` allow; FillError, NotKept."""
     config = from_here(RunConfig.load(path, overrides))
-    check_read(config, _steps_begun(config))
+    check_read(config, steps_begun(config))
     modules = _kept_modules(config)
     make_missing(config.data.sources)
     if dry_run:
@@ -80,14 +80,6 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     ledger.check_limits()
     _check_kept(done, config.data.cache)
     print(f"next      {_next(path, overrides, config, modules)}")
-
-
-def _steps_begun(config: RunConfig) -> int:
-    """How many steps the run has, if there is one: 0 where its folder cannot be read, as that of another user."""
-    try:
-        return steps_begun(config)
-    except OSError:
-        return 0
 
 
 def _kept_modules(config: RunConfig) -> tuple[Module, ...]:

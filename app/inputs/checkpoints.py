@@ -7,6 +7,7 @@ steps, so commands take 250 (`--after`) and their messages have both. Imports no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from actors.state.checkpoint_files import (
@@ -17,9 +18,8 @@ from actors.state.checkpoint_files import (
     is_complete,
     latest,
     step_folder,
-    step_folders,
 )
-from actors.state.checkpoint_writer import root_of, step_of
+from actors.state.checkpoint_writer import newest_step, root_of, step_of
 from app.records.metrics import newest_line
 from app.settings.config import RunConfig, names
 from app.settings.run_folder import run_dir
@@ -45,10 +45,13 @@ def checkpoint_folder(path: Path, after: int | None = None, *, verify: bool = Tr
         return path
     try:
         found = latest(path) or latest(root_of(path))
-    except OSError as error:
+    except PermissionError as error:
+        others: list[Path] = []
+        with suppress(OSError):  # the folder itself may not be listed
+            others = complete(root_of(path) if root_of(path).is_dir() else path)
         raise ConfigError(
             f"the latest checkpoint of {path} cannot be read: {error}. Have it readable, or name another one by its "
-            f"folder. {_there_are(complete(root_of(path) if root_of(path).is_dir() else path))}"
+            f"folder.{f' {_there_are(others)}' if others else ''}"
         ) from None
     if found is None:
         raise ConfigError(
@@ -82,15 +85,15 @@ def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool, ve
 
 
 def steps_begun(config: RunConfig, back_to: int | None = None) -> int:
-    """How many steps a resume of the run takes for done, at most: keepers that are alive hold more than the newest
-    checkpoint, and what they hold is in the metrics. 0 where there is no run. Raises OSError where storage does not
-    list checkpoints."""
+    """How many steps a resume of the run takes for done, at most, as far as storage says: keepers that are alive hold
+    more than the newest checkpoint, and what they hold is in the metrics. 0 where there is no run."""
     if back_to is not None:
         return back_to
-    folder = run_dir(config)
-    newest = next(filter(is_complete, reversed(step_folders(root_of(folder)))), None)
-    step, _ = newest_line(folder) or (-1, 0)
-    return max(steps_of(newest) if newest is not None else 0, step + 1)
+    folder, line = run_dir(config), None
+    newest = newest_step(folder)
+    with suppress(OSError):
+        line = newest_line(folder)
+    return 1 + max(-1 if newest is None else newest, line[0] if line is not None else -1)
 
 
 def later_folder(run: Path, checkpoint: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from app.cli import app
-from app.inputs.checkpoints import checkpoint_folder
+from app.inputs.checkpoints import checkpoint_folder, steps_begun
 from app.sampling.model import saved_model
 from app.sampling.sample import default_out
+from app.settings.sections import RunSection
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
 
@@ -90,6 +93,37 @@ def test_a_checkpoint_that_may_not_be_read_hides_no_answer(run: Path, monkeypatc
     for given in (run, run / "checkpoints"):
         with pytest.raises(ConfigError, match=refused):
             checkpoint_folder(given)
+
+
+def test_steps_of_a_run_whose_storage_does_not_answer_are_those_that_are_known(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume waits for such a checkpoint, or goes on from another; asking for its step must not end it."""
+    config = replace(tiny_run(), run=RunSection(name=run.name, dir=str(run.parent)))
+    assert steps_begun(config) == 750
+
+    def stale(folder: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+
+    for module in ("actors.state.checkpoint_files", "app.inputs.checkpoints"):
+        monkeypatch.setattr(f"{module}.is_complete", stale)
+    (run / "metrics.jsonl").write_text('{"step": 811, "generation": 3}\n')
+    assert steps_begun(config) == 812
+    with pytest.raises(OSError, match="Stale file handle"):
+        checkpoint_folder(run)
+
+
+def test_where_checkpoints_may_not_be_listed_it_is_said_what_to_do(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.listdir
+
+    def given(folder: Path) -> list[str]:
+        if Path(folder) == run / "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr("os.listdir", given)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied.*Have it readable, or name another"):
+        checkpoint_folder(run)
 
 
 def said(*words: str) -> str:
