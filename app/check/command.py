@@ -57,14 +57,14 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
                 f"run.dir {config.run.dir} cannot be written ({error.strerror}). Name another folder."
             ) from None
         cache_marker = ""
-        if cache.path:
+        if cache.only:
             with suppress(OSError):  # a cache that this user may only read is there or not
                 cache_marker = gone.enter_context(_marker_in(cache.path))
         yield RunPaths(
             marker=marker,
             run_dir=config.run.dir,
             cache_marker=cache_marker,
-            cache=cache.path,
+            cache=cache.path if cache.only else "",  # else each node may have its own
             sources=tuple(source.path for source in sources if not source.synthetic),
             media=tuple(dict.fromkeys(source.media for source in sources if source.media and is_local(source.media))),
             folders=tuple(dict.fromkeys(folders)),

@@ -271,6 +271,9 @@ def test_a_node_with_another_cache_is_told(tmp_path: Path, monkeypatch: pytest.M
     (cache / "vae").mkdir()
     config = from_here(RunConfig.load(DEMO, [f"run.dir={tmp_path}/runs", f"data.cache.path={cache}"]))
     with marked(config) as paths:
+        assert not paths.cache and not paths.cache_marker, "each node may have its own, and encodes what it lacks"
+    config = replace(config, data=replace(config.data, cache=replace(config.data.cache, only=True)))
+    with marked(config) as paths:
         assert hidden(paths) == {} and Path(paths.cache_marker).parent == cache
         Path(paths.cache_marker).unlink()  # as a node sees it that has a folder of its own there
         assert hidden(paths) == {str(cache): "it is not the folder that the others see"}
