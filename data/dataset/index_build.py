@@ -33,6 +33,7 @@ from data.readers.part import (
     CAPTIONS,
     MEDIA,
     MISSING,
+    REVISION,
     VERSION,
     IndexPart,
     PartMeta,
@@ -214,7 +215,9 @@ def _fresh(part: IndexPart, meta: PartMeta, listed: Callable[[str], str]) -> boo
     """Whether a part and the folders outside of its source are as they were. `listed`: what is in a folder now. One in
     which nothing is seen counts as unchanged: a driver opens the index of clips that its workers alone have mounted."""
     now = (part.size, part.mtime_ns, part.fingerprint)
-    if "revision" not in meta or (meta["size"], meta["mtime_ns"], meta["fingerprint"]) != now or was_misread(meta):
+    if "revision" not in meta or (meta["size"], meta["mtime_ns"], meta["fingerprint"]) != now:
+        return False
+    if meta["revision"] < REVISION and was_misread(meta):
         return False
     return all(listed(folder) in ("", then) for folder, then in meta.get("outside", {}).items())
 

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 8
 ROWS_AHEAD = 256  # of which few may have a file; Koala-36M's rows have one where somebody has downloaded it
+HEAVY_AHEAD = 8  # rows that hold a clip themselves
 TOLD_EVERY_S = 30.0
 
 Row = TypeVar("Row")
@@ -26,24 +27,27 @@ def in_order(
     begin: Callable[[Row, Executor], Future[Found] | None],
     part: str,
     *,
+    is_heavy: Callable[[Row], bool] = lambda row: False,
     at_once: int = AT_ONCE,
     told_every_s: float = TOLD_EVERY_S,
 ) -> Generator[tuple[Row, Future[Found] | None], None, None]:
     """Each row with what `begin` gave for it: what an executor does for this row, or None. `begin` is called in the
     order of rows, ahead of them. An error of `rows` comes after the rows before it; one of an executor is in the
-    future of its row alone. A caller that leaves it early closes it. Tells of a long `part` how far it is."""
+    future of its row alone. A caller that leaves it early closes it. Tells of a long `part` how far it is. Of rows that
+    are heavy few are held."""
     rest, ended = iter(rows), False
     failure: Exception | None = None
     waiting: deque[tuple[Row, Future[Found] | None]] = deque()
-    begun = number = 0
+    begun = heavy = number = 0
     began = told = time.monotonic()
     pool = ThreadPoolExecutor(at_once, thread_name_prefix="files ahead")
     try:
         while waiting or not ended:
-            enough = ended or begun >= 2 * at_once or len(waiting) >= ROWS_AHEAD
-            if waiting and (enough or _is_done(waiting[0][1])):  # a row may hold a clip: none waits without need
+            enough = ended or begun >= 2 * at_once or heavy >= HEAVY_AHEAD or len(waiting) >= ROWS_AHEAD
+            if waiting and (enough or _is_done(waiting[0][1])):
                 row, future = waiting.popleft()
                 begun -= future is not None
+                heavy -= is_heavy(row)
                 yield row, future
                 number += 1
                 if (now := time.monotonic()) - told > told_every_s:
@@ -60,6 +64,7 @@ def in_order(
                 continue
             future = begin(row, pool)
             begun += future is not None
+            heavy += is_heavy(row)
             waiting.append((row, future))
         if failure is not None:
             raise failure

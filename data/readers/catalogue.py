@@ -110,7 +110,15 @@ class Catalogue:
         uri = uri if found is None else found.uri
         if (uri, ranged) in self._probes:
             return None
-        return _keep(self._probes, (uri, ranged), pool.submit(self.header, uri, ranged))
+        stat = self._stats.get(uri) if found is None else None
+        return _keep(self._probes, (uri, ranged), pool.submit(self._header_if_there, uri, ranged, stat))
+
+    def _header_if_there(self, uri: str, ranged: bool, stat: Future[FileStat | None] | None) -> MediaInfo | BadSample:
+        """The header, once `stat` says that there is a file: many rows of a table have none. Its pool has begun `stat`
+        before."""
+        if stat is not None and stat.result() is None:
+            return BadSample(Reason.NO_MEDIA, "no such file")
+        return self.header(uri, ranged)
 
     def at(self, path: str) -> FileStat | None:
         """The file at a path relative to the root, or at an absolute path or URI. Raises BadSample for a text that is

@@ -29,7 +29,9 @@ from data.ledger import BadSample, Fault, FaultRecord, Reason
 from data.media_info import CropBox, MediaInfo
 
 VERSION = 5
-REVISION = 1  # of how parts are read where that is another way for some alone, which `_is_outdated` knows
+# Of how parts are read, where that is another way for some alone: `_is_outdated` knows those of before there was one,
+# `was_misread` in tables.py those of before 2.
+REVISION = 2
 _DRAWN = 12  # digits of a scratch file's name
 _KILLED_S = 86400.0  # since anything was written into one
 ROWS_PER_GROUP = 4096
@@ -393,7 +395,7 @@ def read_meta(path: Path) -> PartMeta | None:
     if not isinstance(meta, dict) or meta.get("version") != VERSION or not meta.keys() >= ALWAYS:
         return None
     if "revision" not in meta and not _is_outdated(path, footer, meta):
-        meta["revision"] = REVISION
+        meta["revision"] = 1
     beside = meta.get("beside", {})
     return meta if all(_size_of(path.with_suffix(suffix)) == size for suffix, size in beside.items()) else None
 

@@ -100,7 +100,7 @@ class ManifestReader:
             return None if isinstance(row, BadSample) else _foresee(row, catalogue, pool)
 
         try:
-            with closing(in_order(self._rows(part.uri), foresee, part.uri)) as rows:
+            with closing(in_order(self._rows(part.uri), foresee, part.uri, is_heavy=_holds_media)) as rows:
                 for number, (row, _) in enumerate(rows):
                     if isinstance(row, BadSample):
                         writer.add(IndexedSample(key=f"row {number}").refuse(row))
@@ -314,6 +314,10 @@ def _clip_of(row: dict[str, object], columns: Sequence[str]) -> str | HeldMedia 
             name = path if isinstance(path, str) else ""
             return HeldMedia(data, name) if isinstance(data, bytes) and data else name or None
     return None
+
+
+def _holds_media(row: dict[str, object] | BadSample) -> bool:
+    return not isinstance(row, BadSample) and isinstance(_clip_of(row, _columns(PATHS, row)), HeldMedia)
 
 
 def _foresee(row: dict[str, object], catalogue: Catalogue, pool: Executor) -> Future[MediaInfo | BadSample] | None:

@@ -1,6 +1,6 @@
 """Folders of media beside captions: `a.mp4` with `a.txt` or `a.json`, as diffusion-pipe and musubi-tuner read them, or
 with a file of another suffix that the caption setting names; `a.mp4.txt` where none of these has a text. A picture
-beside a video of its name is its thumbnail.
+beside a video of its name is its thumbnail, unless it has a caption of its own, `a.jpg.txt`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,18 @@ class PairsReader:
         self.config, self.limits = config, limits
         self.policy = parse_policy(config.caption)
 
+    @property
+    def _named(self) -> set[str]:
+        """Suffixes of captions that the setting names."""
+        return {name for offer in self.policy for name in offer if not name.startswith("json:")}
+
     @cached_property
     def catalogues(self) -> dict[str, Catalogue]:
         folders = self.config.path.split("::")
         absent = [folder for folder in folders if not storage.is_folder(folder)]
         if absent:
             raise DataError(f"folder {absent[0]} does not exist. Check data.sources path {self.config.path}.")
-        named = {name for offer in self.policy for name in offer if not name.startswith("json:")}
-        return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES | named)) for folder in folders}
+        return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES | self._named)) for folder in folders}
 
     @cached_property
     def _tables(self) -> str:
@@ -61,7 +65,7 @@ class PairsReader:
 
     def parts(self) -> list[IndexPart]:
         return [
-            IndexPart(folder, 0, 0, catalogue.fingerprint + _ambiguous(catalogue))
+            IndexPart(folder, 0, 0, catalogue.fingerprint + _ambiguous(catalogue, self._named))
             for folder, catalogue in self.catalogues.items()
         ]
 
@@ -69,7 +73,7 @@ class PairsReader:
         return None
 
     def read(self, part: IndexPart, writer: PartWriter) -> None:
-        """Every media file is a sample, but for thumbnails of videos."""
+        """Every media file is a sample, but for thumbnails: pictures without a caption of their own, beside a video."""
         catalogue, keys, numbers = self.catalogues[part.uri], set[str](), dict[str, int]()
         beside: dict[str, dict[str, FileStat]] = {}  # captions of a key, by their suffix
         for name, file in catalogue.files().items():
@@ -79,7 +83,13 @@ class PairsReader:
         for stem, _, suffix in (name.rpartition(".") for name in catalogue.others):
             if holds_text(suffix):
                 unread.setdefault(stem, []).append(suffix)
-        videos = _videos(catalogue)
+        videos, stems = _videos(catalogue), _stems(catalogue)
+
+        def key_of(stem: str) -> str:
+            key = numbered(stem, numbers)
+            while key != stem and key in stems:  # a file is called so
+                key = numbered(stem, numbers)
+            return key
 
         def begin(named: tuple[str, FileStat], pool: Executor) -> Future[IndexedSample] | None:
             name, file = named
@@ -87,11 +97,11 @@ class PairsReader:
             if suffix not in media.MEDIA_SUFFIXES:
                 return None
             keys.update((stem, name))
-            if suffix in media.IMAGE_SUFFIXES and stem in videos:
+            if suffix in media.IMAGE_SUFFIXES and stem in videos and name not in beside:
                 writer.unread([suffix])
                 return None
             sample = IndexedSample(
-                key=numbered(stem, numbers),
+                key=key_of(stem),
                 path=file.uri,
                 size=file.size,
                 mtime_ns=file.mtime_ns,
@@ -177,16 +187,20 @@ def _videos(catalogue: Catalogue) -> set[str]:
     return {*names, *map(_stem, names)}
 
 
-def _ambiguous(catalogue: Catalogue) -> str:
+def _stems(catalogue: Catalogue) -> set[str]:
+    return {_stem(name) for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+
+
+def _ambiguous(catalogue: Catalogue, named: set[str]) -> str:
     """Not empty for a folder with several media of a name, or with captions that a whole name gives: they were read
-    otherwise once, and are read again."""
+    otherwise once, and are read again. `named`: suffixes that the caption setting names."""
     names = {name for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES}
     texts: dict[str, set[str]] = {}
     for name in catalogue.files().keys() - names:
         texts.setdefault(_stem(name), set()).add(media.suffix_of(name))
-    stems = {*map(_stem, names)}
+    stems, captions = _stems(catalogue), {*CAPTION_SUFFIXES, *named}
     told = texts.keys() & names
-    given = any(_stem(name) not in texts or not texts[name].isdisjoint(CAPTION_SUFFIXES) for name in told)
+    given = any(_stem(name) not in texts or not texts[name].isdisjoint(captions) for name in told)
     return "|by video and whole name" if given or len(stems) < len(names) or stems & names else ""
 
 

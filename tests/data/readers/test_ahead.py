@@ -17,7 +17,7 @@ from data import media, storage
 from data.config import LimitsConfig
 from data.errors import DataIOError
 from data.media_info import MediaInfo
-from data.readers.ahead import in_order
+from data.readers.ahead import HEAVY_AHEAD, in_order
 from data.storage import ReadFile
 from tests.data.making import clip, index_of, picture, rejected
 
@@ -142,6 +142,38 @@ def test_rows_come_before_the_error_that_ends_them_and_none_waits_without_need()
             assert future is not None
             came.append(future.result())
     assert came == [*range(5), *range(5)]
+
+
+def test_of_rows_that_hold_their_clips_few_are_held() -> None:
+    """Where an earlier one waits for its file."""
+    free, read = threading.Event(), list[int]()
+
+    def rows() -> Iterator[int]:
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    def begin(row: int, pool: Executor) -> Future[bool] | None:
+        return pool.submit(free.wait, 60) if row == 0 else None
+
+    threading.Timer(0.2, free.set).start()
+    for _, future in in_order(rows(), begin, "a", is_heavy=lambda row: row > 0):
+        if future is not None:
+            assert future.result() and read[-1] == HEAVY_AHEAD
+    assert len(read) == 100
+
+
+def test_of_files_that_are_not_there_none_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def noted(uri: str, retries: int) -> ReadFile:
+        opened.append(uri)
+        return ReadFile(uri, retries)
+
+    monkeypatch.setattr("data.readers.catalogue.ReadFile", noted)
+    (tmp_path / "t.csv").write_text("path,caption\n" + "".join(f"gone/{n}.mp4,a clip\n" for n in range(30)))
+    assert index_of(tmp_path / "t.csv", tmp_path / "cache", kind="manifest")[0].num_ok == 0
+    assert opened == []
 
 
 def test_a_long_part_says_how_far_it_is(

@@ -449,6 +449,16 @@ def test_a_table_without_a_column_of_clips_is_told_what_to_do(folder, tmp_path, 
     assert index.unread == (), "nothing of a row without a clip is read"
 
 
+def test_a_table_whose_column_is_known_in_other_letters_and_of_no_use_is_read_once(folder, tmp_path, caplog):
+    (folder / "t.jsonl").write_text('{"path": "a.mp4", "Caption": {"en": "a dog"}}\n')
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            index, ledger = index_of(folder / "t.jsonl", tmp_path / "cache", kind="manifest")
+        assert ledger.rejected and index.unread == ("Caption",)
+    assert "to read" not in caplog.text and len([*(tmp_path / "cache").glob("t*.parquet")]) == 1
+
+
 def test_columns_in_other_letters_are_those_that_are_known(folder, tmp_path):
     (folder / "t.csv").write_text(f"Path,Caption,Note\n{NAMES[0]},a cat,blurred\n")
     index, ledger = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
@@ -471,7 +481,7 @@ def test_a_table_whose_columns_were_not_known_is_read_again(folder, tmp_path, mo
         _, ledger = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
         assert rejected(ledger) == {reason: 1}
     (file,) = (tmp_path / "cache").glob("*.parquet")
-    meta = read_meta(file) | {"unread": [name for name in header.split(",") if name.istitle()]}
+    meta = read_meta(file) | {"unread": [name for name in header.split(",") if name.istitle()], "revision": 1}
     pq.write_table(pq.read_table(file).replace_schema_metadata({"heddle": json.dumps(meta)}), file)
     index, ledger = index_of(folder / "t.csv", tmp_path / "cache", kind="manifest")
     assert not ledger.rejected and index.caption(0) == "a cat"

@@ -296,6 +296,27 @@ def test_of_one_name_the_video_is_a_sample_and_its_thumbnail_is_not(tmp_path):
     assert rows == [("alone", ".jpg", "of alone"), ("thumb", ".mp4", "of thumb"), *twice]
 
 
+def test_a_picture_beside_a_clip_that_has_a_caption_of_its_own_is_a_sample(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(clip())
+    (folder / "a.jpg").write_bytes(picture(kind="jpeg"))
+    for name in ("a.mp4", "a.jpg"):
+        (folder / f"{name}.txt").write_text(f"of {name}")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert not ledger.rejected and [index.caption(row) for row in range(len(index))] == ["of a.jpg", "of a.mp4"]
+
+
+def test_no_two_clips_of_a_folder_have_one_key(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name in ("b.mov", "b.mp4", "b#2.mp4", "b#2.mov"):
+        (folder / name).write_bytes(clip())
+        (folder / f"{name}.txt").write_text("a clip")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert not ledger.rejected and len({index.row(row).key for row in range(4)}) == 4
+
+
 def test_a_caption_may_have_the_whole_name_of_its_clip(tmp_path):
     folder = tmp_path / "pairs"
     folder.mkdir()
@@ -315,6 +336,7 @@ def test_a_caption_may_have_the_whole_name_of_its_clip(tmp_path):
 @pytest.mark.parametrize(
     "names, again",
     [
+        (("a.mp4", "a.json", "a.mp4.cap"), True),
         (("a.mp4", "a.txt", "a.mp4.json"), False),  # as gallery-dl has it
         (("a.mp4", "a.txt", "b.jpg", "b.jpg.json", "b.caption"), False),
         (("a.mp4", "a.txt", "a.jpg"), True),
@@ -327,8 +349,9 @@ def test_a_caption_may_have_the_whole_name_of_its_clip(tmp_path):
 def test_a_folder_is_read_again_only_where_it_was_read_otherwise(tmp_path, names, again):
     for name in names:
         (tmp_path / name).write_bytes(b"{}")
-    (part,) = reader_of(SourceConfig(path=str(tmp_path), kind="pairs"), LimitsConfig()).parts()
-    plain = Catalogue(str(tmp_path), LimitsConfig(), frozenset(SUFFIXES)).fingerprint
+    source = SourceConfig(path=str(tmp_path), kind="pairs", caption="txt|cap")
+    (part,) = reader_of(source, LimitsConfig()).parts()
+    plain = Catalogue(str(tmp_path), LimitsConfig(), frozenset(SUFFIXES | {"cap"})).fingerprint
     assert (part.fingerprint != plain) is again
 
 
