@@ -138,7 +138,7 @@ def test_no_slice_of_a_lane_overlaps_another_one(tmp_path: Path, planned_s: floa
         (entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry.get("name") == "thread_name"
     }
     used = {(entry["pid"], entry["tid"]) for entry in entries if entry["ph"] == "X"}
-    assert used <= named.keys() and len(set(named.items())) == len(named)
+    assert used <= named.keys() and len({(at, name) for (at, _), name in named.items()}) == len(named)
     assert {named[pid, MEASURED], named[pid, PLANNED], named[pid, FINISH]} == {"measured", "planned", "finish"}
     assert sorted(name for (at, _), name in named.items() if at == RUN_PID) == ["events", "steps", "steps 2"]
     assert len(slices(entries, pid, MEASURED)) == 40 * 3, "they touch, so one lane has all"
