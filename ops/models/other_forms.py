@@ -34,8 +34,11 @@ class LiesBelow(OtherForm):
 
 def check_form(folder: Path, names: Sequence[str]) -> None:
     """Raises OtherForm for a folder whose config.json is of the authors' own code, where one of the components is
-    looked for."""
-    fields = read_json(folder / "config.json")
+    looked for. One that is no JSON is told of by whoever loads it."""
+    try:
+        fields = read_json(folder / "config.json")
+    except ValueError:
+        return
     name = fields.get("_class_name")
     families = [family for family in FAMILIES.values() if name and name == family.authors_class]
     nameless = bool(fields) and not fields.keys() & _NAMES
