@@ -715,7 +715,7 @@ def test_sizes_that_are_decided_before_a_prepared_feeder_starts_begin_nothing(cl
 def test_a_feeder_of_several_does_not_tell_its_memory(feeders: int, known: bool, clips: Path) -> None:
     """It is not renewed: the others would open their data while the run waits."""
     data = config(clips)
-    feeder = feeder_of(replace(data, engine=replace(data.engine, feeders=feeders)), clips, engine_of=Engine)
+    feeder = feeder_of(replace(data, engine=replace(data.engine, kind="ray", feeders=feeders)), clips, engine_of=Engine)
     feeder.start(0)
     assert bool(feeder.batches(0).feeder_bytes) is known
 
