@@ -213,6 +213,7 @@ def modules_of(run: LabRun) -> set[str]:
     return {span.module for span in run.spans}
 
 
+@pytest.mark.long
 def test_a_run_from_the_cache_encodes_nothing_and_trains_what_a_run_trains_that_encodes(
     lab: Lab, one: CacheLook
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import numpy as np
 import torch
 
@@ -44,6 +45,7 @@ def test_thirty_steps_under_changing_plans_have_the_losses_of_one_worker() -> No
     assert {1, 2} <= degrees, f"the strategies used degrees {degrees} only"
 
 
+@pytest.mark.long
 def test_steps_whose_bags_come_and_go_have_the_losses_of_one_worker() -> None:
     """With room for two peers, bags are closed in the middle of steps and between them, and come back."""
     hosts, single = make_hosts(4, torch.float32, train_config()), make_hosts(1, torch.float32, train_config())

@@ -247,6 +247,7 @@ class Doing(Fake):
         return super().run(place, earlier)
 
 
+@pytest.mark.long
 def test_after_what_has_no_end_the_rest_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     said: list[str] = []
@@ -532,7 +533,10 @@ def test_blocks_fit_as_long_as_their_step_does() -> None:
     assert blocks_that_fit(model, clips, 1e13) == 40 and blocks_that_fit(model, clips, 0) == 0
 
 
-@pytest.mark.parametrize(("gib", "blocks"), [(139, (30, 13)), (79, (30, 7))], ids=["H200", "H100"])
+@pytest.mark.parametrize(
+    ("gib", "blocks"),
+    [pytest.param(139, (30, 13), id="H200", marks=pytest.mark.long), pytest.param(79, (30, 7), id="H100")],
+)
 def test_a_model_gets_the_blocks_that_the_device_holds(
     gib: int, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_our_balance_is_never_worse_than_their_rule() -> None:
     assert taken["mixed-res mixed bags"] < min(taken[f"mixed-res {one}"] for one in ("g1n32", "g2n16", "g4n8", "g8n4"))
 
 
+@pytest.mark.long
 def test_modelled_seconds_without_a_balancer_are_close_to_the_printed_ones() -> None:
     taken, printed = knapformer.seconds(True), knapformer.published_s()
     for scenario in ("low-res", "mixed-res"):  # one rate for both, whose steps differ by half

@@ -188,6 +188,7 @@ def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_
     plan(tmp_path, short, *wide, "workers.min=2")
 
 
+@pytest.mark.long
 def test_a_device_without_room_for_the_state_has_it_in_host_memory_unless_told_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     assert out.read_text() == before
 
 
+@pytest.mark.long
 def test_a_transformer_that_is_told_a_vector_of_the_text_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     settings = ["data.buckets.table=[1x32x32]", "data.batch.max_batch=1"]

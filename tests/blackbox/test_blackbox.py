@@ -124,11 +124,10 @@ def assert_nothing_deviates(results: list[Result], faults: int) -> None:
     assert [words for r in results for words in r.deviations] == [], table(results)
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "kills", [("kill worker",), pytest.param(("kill worker", "kill feeder"), marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.parametrize("kills", [("kill worker",), ("kill worker", "kill feeder")], ids=len)
 def test_a_run_under_kills_is_the_run_that_nobody_disturbed(tmp_path: Path, kills: tuple[str, ...]) -> None:
     with closing(Place(tmp_path, steps=15 * len(kills))) as place:
         assert_nothing_deviates(soak(place, reference(place), len(kills), seed=3, only=kills), len(kills))

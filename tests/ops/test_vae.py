@@ -457,7 +457,7 @@ def psnr_db(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(20 * torch.log10(peak / (found - wanted).square().mean().sqrt()))
 
 
-@pytest.mark.parametrize("layout", ["off", "on"])
+@pytest.mark.parametrize("layout", ["off", pytest.param("on", marks=pytest.mark.long)])
 @pytest.mark.parametrize("family", EVERY)
 def test_latents_of_bf16_are_close_to_those_of_fp32(family: str, layout: str) -> None:
     video = shapes_in_motion(9, 32, 64)

@@ -132,11 +132,24 @@ def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers()
 @pytest.mark.parametrize(
     ("dit", "degrees"),
     [
-        (WanConfig(num_layers=1, num_heads=4, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24), (1, 2, 4)),
-        (HunyuanConfig(num_layers=1, num_single_layers=1, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24), (1, 4)),
-        (WanConfig(num_layers=1, num_heads=6, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24), (1, 2, 4)),
+        pytest.param(
+            WanConfig(num_layers=1, num_heads=4, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24),
+            (1, 2, 4),
+            id="wan",
+        ),
+        pytest.param(
+            HunyuanConfig(num_layers=1, num_single_layers=1, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24),
+            (1, 4),
+            id="hunyuan",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            WanConfig(num_layers=1, num_heads=6, head_dim=16, ffn_dim=256, freq_dim=32, text_dim=24),
+            (1, 2, 4),
+            id="wan with shared heads",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["wan", "hunyuan", "wan with shared heads"],
 )
 def test_no_caption_makes_a_cascade_need_more_than_was_predicted(
     dit: WanConfig | HunyuanConfig, degrees: tuple[int, ...]
