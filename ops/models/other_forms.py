@@ -34,7 +34,7 @@ class LiesBelow(OtherForm):
 
 def check_form(folder: Path, names: Sequence[str]) -> None:
     """Raises OtherForm for a folder whose config.json is of the authors' own code, where one of the components is
-    looked for. One that is no JSON is told of by whoever loads it."""
+    looked for. Of one that is no JSON whoever loads it tells."""
     try:
         fields = read_json(folder / "config.json")
     except ValueError:
