@@ -258,10 +258,28 @@ def test_after_what_has_no_end_the_rest_is_measured(tmp_path: Path, monkeypatch:
     assert (hangs.error or "").startswith("no end after 3 s, in ") and d.good
 
 
+def under_supervision(code: str, made: Path) -> subprocess.Popen[bytes]:
+    """A process that runs this code in one of its own, once that has made a file. Ctrl-C stops it wherever the tests
+    run: a shell has what it starts in the background ignore it."""
+    above = f"""
+import signal, sys
+from app.bench.gpu.supervise import supervised
+signal.signal(signal.SIGINT, signal.default_int_handler)
+supervised([sys.executable, "-c", {code!r}], print)
+"""
+    command = [sys.executable, "-c", above]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not made.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return process
+
+
 def test_what_a_person_stops_is_no_failure(tmp_path: Path) -> None:
     """Also where the process that measures sees it late: here in a call that holds the interpreter."""
     busy = f"""
-import pathlib, time
+import pathlib, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 mark = pathlib.Path({str(tmp_path)!r}, "mark")
 try:
     mark.touch()
@@ -271,14 +289,7 @@ try:
 finally:
     mark.unlink()
 """
-    call = f"supervised([sys.executable, '-c', {busy!r}], print)"
-    code = f"import sys; from app.bench.gpu.supervise import supervised; {call}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL
-    )
-    until = time.monotonic() + 60
-    while not (tmp_path / "mark").exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    process = under_supervision(busy, tmp_path / "mark")
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) != 0 and not (tmp_path / "mark").exists()
 
@@ -294,14 +305,7 @@ pathlib.Path({str(tmp_path)!r}, "pid.new").write_text(str(os.getpid()))
 os.replace({str(tmp_path / "pid.new")!r}, {str(tmp_path / "pid")!r})
 time.sleep(600)
 """
-    call = f"supervised([sys.executable, '-c', {deaf!r}], print)"
-    code = f"import sys; from app.bench.gpu.supervise import supervised; {call}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL
-    )
-    until = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    process = under_supervision(deaf, tmp_path / "pid")
     child = int((tmp_path / "pid").read_text())
     process.send_signal(number)
     time.sleep(1.0)
