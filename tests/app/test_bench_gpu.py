@@ -275,7 +275,8 @@ supervised([sys.executable, "-c", {code!r}], print)
     return process
 
 
-def test_what_a_person_stops_is_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_person_stops_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
     """Also where the process that measures sees it late: here in a call that holds the interpreter."""
     busy = f"""
 import pathlib, signal, time
@@ -290,7 +291,10 @@ finally:
     mark.unlink()
 """
     process = under_supervision(busy, tmp_path / "mark")
-    os.killpg(process.pid, signal.SIGINT)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
     assert process.wait(60) != 0 and not (tmp_path / "mark").exists()
 
 

@@ -18,6 +18,7 @@ import importlib.util
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
     if not (options.inner or options.rehearse or options.list):
         own = [sys.executable, "-m", "app.bench.gpu", *arguments, "--inner", "--began", repr(options.began)]
         return supervised(own, _say)
+    if options.inner:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its jobs in the background ignore it
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 
 AGAIN = 75  # exit code of a process that asks for a fresh one
@@ -34,7 +35,7 @@ def _code_of(command: Sequence[str]) -> int:
     process = subprocess.Popen(command)
 
     def end(number: int, frame: FrameType | None) -> None:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # which Python unwinds from
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -46,12 +47,11 @@ def _code_of(command: Sequence[str]) -> int:
 
 
 def _free(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that Ctrl-C or SIGTERM has reached as well: once it has seen that, what it measures is no
-    failure. It may be in a call of the device or of a compiler."""
+    """Wait for a process that is interrupted as well: once it has seen that, what it measures is no failure. It may be
+    in a call of the device or of a compiler."""
     try:
-        process.wait(_ENDS_S)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDS_S)
     finally:  # whoever asks a second time does not wait
         if process.poll() is None:
             process.kill()
