@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ class Ending:
         self.monitor.stopped.remote()
         state, unread = self.committer.state, self.committer.log.unread
         step = state.newest_in_memory(self.committer.committed)
-        self.left = only_in_memory(step, state.step_on_disk(), self._run_dir, unread=unread)
+        on_disk = state.step_on_disk(math.inf if unread else step)
+        self.left = only_in_memory(step, on_disk, self._run_dir, unread=unread)
 
     @property
     def _run_dir(self) -> Path:

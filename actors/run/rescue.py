@@ -54,7 +54,8 @@ def rescue(config: RuntimeConfig, recorded: tuple[int, int] | None) -> str:
     except Exception:  # a full disk, or keepers that are gone, too: the caller's error is the one to report
         log.exception("step %d was not written", committed)
     if not state.free_memory(committed):
-        return only_in_memory(state.newest_in_memory(committed), state.step_on_disk(), run_dir)
+        step = state.newest_in_memory(committed)
+        return only_in_memory(step, state.step_on_disk(step), run_dir)
     try:
         kill(find_monitor(run_dir))
     except LookupError:

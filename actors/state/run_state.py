@@ -69,6 +69,7 @@ _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to cop
 _STORAGE_S = 60.0  # for storage to answer again, before what it does not give counts as lost
 _AGAIN_S = 1.0  # until it is asked again
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
+_LATER = "it is later than the newest line of metrics"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
 _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
@@ -119,6 +120,7 @@ class RunState:
         self._silent: tuple[str, ...] = keepers.silent
         self._first: Origin | None = None  # found by `first`, used by no generation yet
         self._is_chosen = False  # `first` has answered: checkpoints of later steps are of what is computed anew
+        self._until = math.inf  # at the end: the newest step whose checkpoint counts
         self._forecast_told = False
         self.interval = SnapshotInterval(
             setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
@@ -135,15 +137,27 @@ class RunState:
 
     def first(self, recorded: tuple[int, int] | None = None) -> Origin | None:
         """The state that this controller continues from; None: a new run. `recorded` are step and generation of the
-        newest line of metrics."""
+        newest line of metrics. A checkpoint of a later step is used only where there is no other."""
         if not self._silent:
-            self._first = self._find(CommitLog(committed=self.standing.committed, recorded=recorded)).origin
-            self._tell_torn()
+            commits = CommitLog(committed=self.standing.committed, recorded=recorded)
+            until = self._newest_counted(commits)
+            self._first = self._find(commits, until).origin
+            if self._first is None:
+                self._first, until = self._find(commits).origin, math.inf
+            self._tell_passed_over(self.step_on_disk(until))
         if self._silent:
             where = _named(self._first.step) if self._first is not None else self._where_without_keepers()
             self._refuse_to_guess(where, self.standing.committed)
         self._is_chosen = True
         return self._first
+
+    def _newest_counted(self, commits: CommitLog) -> float:
+        """The newest step whose checkpoint counts; inf: any may. A checkpoint begins after its step's line of metrics
+        is on disk: one of a later step was passed over, while storage did not give it, and the run went on without it.
+        """
+        if self._is_chosen:
+            return commits.newest
+        return commits.wanted if commits.recorded is not None else math.inf
 
     def _find(self, commits: CommitLog, until: float = math.inf) -> Recovery:
         """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out, as are those
@@ -191,8 +205,7 @@ class RunState:
         raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=last_step))
 
     def recover(self, commits: CommitLog) -> Recovery:
-        """The newest whole state for a generation, of keepers or on disk. A checkpoint begins after its commit: one of
-        a later step has been passed over at the start, and the run has gone on without it."""
+        """The newest whole state for a generation, of keepers or on disk."""
         if self._first is not None:
             return Recovery(origin=self._first)
         recovery = self._find(commits, until=commits.newest)
@@ -312,13 +325,16 @@ class RunState:
                 self._tell(CheckpointDamaged(folder=folder.name, why=why))
         return self._verdicts[stamp]
 
-    def _tell_torn(self) -> None:
-        """Says why another than the newest checkpoint is used."""
-        on_disk, deadline = self.step_on_disk(), time.monotonic() + _STORAGE_S
+    def _tell_passed_over(self, newest: int) -> None:
+        """Says why checkpoints after step `newest` are not used."""
+        deadline = time.monotonic() + _STORAGE_S
         for folder in _answer(lambda: step_folders(root_of(self._run_dir)), deadline):
-            if step_of(folder) > on_disk and not self._is_whole(folder, deadline) and folder not in self._withheld:
-                log.warning("%s is passed over: it is not complete", folder)
-                self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
+            if step_of(folder) <= newest or self._verdicts.get(_stamp(folder)):
+                continue
+            why = _LATER if self._is_whole(folder, deadline) else "it is not complete"
+            if folder not in self._withheld:
+                log.warning("%s is passed over: %s", folder, why)
+                self._tell(CheckpointPassedOver(folder=folder.name, why=why))
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -441,7 +457,7 @@ class RunState:
             return -1
         self._counted = math.inf
         self._counted = self._counted_in_keepers(commits)
-        until = commits.newest if self._is_chosen else math.inf
+        until = self._until = self._newest_counted(commits)
         recovery = self._find(commits, until)
         if world and recovery.step < commits.newest:  # they may be slow to answer
             self.take_over(world, commits.newest)
@@ -463,7 +479,7 @@ class RunState:
             log.error("the keepers stay: %s may hold the newest state", ", ".join(self._silent))
             return False
         counted = max(committed, self._counted)
-        if self.step_on_disk(until=counted if self._is_chosen else math.inf) < counted:
+        if self.step_on_disk(counted if self._is_chosen else max(counted, self._until)) < counted:
             step = f"step {counted}" if counted < math.inf else "what they hold"
             log.error("%s is not on disk; the keepers stay, and --resume on this cluster continues from them", step)
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,7 +230,7 @@ class StateHere:
 
     def data_token(self, committed: int) -> None: ...
 
-    def step_on_disk(self) -> int:
+    def step_on_disk(self, until: float = math.inf) -> int:
         return self._on_disk.pop(0) if len(self._on_disk) > 1 else self._on_disk[0]
 
     def keep_last(self, world: Sequence[Any], commits: CommitLog) -> int:

@@ -149,6 +149,30 @@ def test_a_run_does_not_jump_to_a_checkpoint_that_it_has_passed_over(
     assert not state.free_memory(350), "nothing of that step is on disk yet"
 
 
+def test_a_checkpoint_that_the_run_has_passed_over_stays_so_for_whoever_goes_on(tmp_path: Path) -> None:
+    """The next controller, or a resumed run, took the newest one again, and dropped the steps that were trained since;
+    one whose controller was lost counted what its keepers held alone as written."""
+    for step in (299, 399):
+        write_checkpoint(tmp_path, step, {})
+    (tmp_path / "checkpoints" / "step-320").mkdir()
+    state = state_of(tmp_path, listener=(listener := Listening()))
+    origin = state.first((350, 3))
+    assert origin is not None and origin.step == 299
+    whys = [event.why for event in listener.told if isinstance(event, CheckpointPassedOver)]
+    assert whys == ["it is not complete", "it is later than the newest line of metrics"]
+
+    keepers = KeepersHere(Standing(committed=300), a=[held(350)])
+    lost = state_of(tmp_path, keepers=keepers, writer=(writer := Writing(writes=False)), model=MODEL)
+    assert lost.keep_last((), CommitLog(committed=300, recorded=(350, 3))) == -1 and writer.saved == [350]
+    assert not lost.free_memory(300) and lost.newest_in_memory(300) == 350
+
+
+def test_a_checkpoint_after_the_newest_line_of_metrics_is_used_where_there_is_no_other(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 399, {})
+    origin = state_of(tmp_path, listener=(listener := Listening())).first((10, 1))
+    assert origin is not None and origin.step == 399 and not listener.kinds
+
+
 def keep_bytes(monkeypatch: pytest.MonkeyPatch, folder: Path, until: float = math.inf) -> list[float]:
     """Storage says which files of this checkpoint there are, and not what is in them; returns a clock that runs while
     it is waited for."""
