@@ -98,13 +98,17 @@ class LiveLora:
         try:
             there = {step_of(folder): folder for folder in step_folders(root_of(self._run_dir))}
             lacking = [step for step in there if not _folder_of(self._run_dir, step).is_dir()]
-            missing = [step for step in lacking if is_complete(there[step])]
         except OSError as error:  # a folder that may not be read
             self._is_on = False
             why = (
                 f"{error.strerror or error}: {error.filename or self._run_dir}. Have it readable; a resume tries again"
             )
             return [LoraFilesFailed(step=-1, why=why)]
+        missing = []
+        for step in lacking:
+            with suppress(OSError):  # one of which storage says nothing now takes no files from the others
+                if is_complete(there[step]):
+                    missing.append(step)
         self._due = {step: _Due(since=time.monotonic()) for step in missing}
         for step in sorted(missing)[-_HELD_AT_ONCE:]:
             self._hold(step, self._due[step])

@@ -155,6 +155,25 @@ def test_a_start_looks_at_no_checkpoint_whose_files_are_there(
     assert lora.heard() == [] and tasks.asked == [(19,)]
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE])
+def test_a_checkpoint_that_may_not_be_read_takes_no_files_from_the_others(
+    code: int, tmp_path: Path, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of somebody else turned them off for the whole start."""
+    for step in (9, 19):
+        write_checkpoint(tmp_path, step)
+    read = checkpoint_files._listed
+
+    def refused(folder: Path) -> Any:
+        if folder.name == "step-9":
+            raise OSError(code, os.strerror(code), str(folder))
+        return read(folder)
+
+    monkeypatch.setattr(checkpoint_files, "_listed", refused)
+    lora = LiveLora(lora_run(), tmp_path)
+    assert lora.open() == [] and set(lora._due) == {19}
+
+
 def test_one_task_at_a_time_and_no_checkpoint_is_left_out(tmp_path: Path, tasks: Tasks) -> None:
     lora = LiveLora(lora_run(), tmp_path)
     tasks.hangs = True
