@@ -12,7 +12,7 @@ from pathlib import Path
 
 from actors.outcome import Exit
 from actors.state.checkpoint_writer import newest_step
-from app.check.facts import GpuFacts, RunPaths
+from app.check.facts import MARKED, GpuFacts, RunPaths
 from app.check.findings import ClusterFacts, Finding, findings
 from app.check.looks import look_at
 from app.inputs.checkpoints import checkpoint_folder
@@ -38,8 +38,8 @@ def run_check(config: RunConfig | None, *, as_json: bool = False) -> int:
 
 @contextmanager
 def marked(config: RunConfig | None) -> Iterator[RunPaths]:
-    """The local files of a run, and for so long a marker in its folder and in that of its cache, or in the nearest one
-    above that exists. Raises ConfigError where there can be none in the run's."""
+    """The local files of a run, and for so long a marker in its folder, or in the nearest one above that exists, and in
+    that of its cache, where there is one. Raises ConfigError where there can be none in the run's."""
     if config is None:
         yield RunPaths()
         return
@@ -57,7 +57,7 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
                 f"run.dir {config.run.dir} cannot be written ({error.strerror}). Name another folder."
             ) from None
         cache_marker = ""
-        if cache.only:
+        if cache.only and os.path.isdir(cache.path):
             with suppress(OSError):  # a cache that this user may only read is there or not
                 cache_marker = gone.enter_context(_marker_in(cache.path))
         yield RunPaths(
@@ -74,7 +74,7 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
 @contextmanager
 def _marker_in(folder: str) -> Iterator[str]:
     above = next(place for place in (Path(folder), *Path(folder).parents) if place.is_dir())
-    marker = above / f".heddle-check-{uuid.uuid4().hex}"
+    marker = above / f"{MARKED}{uuid.uuid4().hex}"
     marker.write_text("", encoding="utf-8")
     try:
         yield str(marker)

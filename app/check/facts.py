@@ -18,6 +18,7 @@ from ops.listing import paths_below
 _PRODUCTS_S = 1.0  # of bf16 products on each GPU
 _TALK_S = 60.0  # that members of a sum wait for each other
 _TALKS = 3
+MARKED = ".heddle-check-"  # names of markers begin so
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ class NodeFacts:
     store_gib: float | None = None  # of Ray's object store, which lies in /dev/shm where that is as large
     open_files: int = 0  # that a process may have
     hidden: Mapping[str, str] = field(default_factory=dict)  # what it does not see of the run, by path: why
+    own_cache: str = ""  # the folder of a cache, where it is not the one that others see
     folders: Mapping[str, str] = field(default_factory=dict)  # digest of the names and sizes below each folder
     disk_gib: float | None = None  # that is free where the run's folder lies
 
@@ -82,6 +84,7 @@ def node_facts(node: str, paths: RunPaths, store_gib: float | None) -> NodeFacts
         store_gib=store_gib,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         hidden=hidden(paths),
+        own_cache=own_cache(paths),
         folders={folder: digest_of(folder) for folder in paths.folders if Path(folder).is_dir()},
         disk_gib=_free_gib(paths.run_dir) if paths.run_dir else None,
     )
@@ -96,7 +99,7 @@ def hidden(paths: RunPaths) -> dict[str, str]:
     if paths.marker:
         found[paths.run_dir] = _unshared(paths.marker)
     if paths.cache:
-        found[paths.cache] = _unshared(paths.cache_marker) if paths.cache_marker else _empty(paths.cache)
+        found[paths.cache] = _empty(paths.cache)
     for source in paths.sources:
         try:
             check_there(source)
@@ -105,6 +108,13 @@ def hidden(paths: RunPaths) -> dict[str, str]:
     found |= {folder: _empty(local_path(folder)) for folder in paths.media}
     found |= {folder: "it is not there" for folder in paths.folders if not Path(folder).is_dir()}
     return {path: why for path, why in found.items() if why}
+
+
+def own_cache(paths: RunPaths) -> str:
+    """The folder of a cache that has something here and is not the one in which the marker was made: it may be a copy,
+    by which a run trains as well, as entries are looked for by their names."""
+    marker = paths.cache_marker
+    return paths.cache if marker and not Path(marker).is_file() and not _empty(paths.cache) else ""
 
 
 def _unshared(marker: str) -> str:
@@ -118,7 +128,7 @@ def _empty(folder: str) -> str:
     """Why there is nothing in a folder, as in a mount point without its mount; empty: there is something."""
     try:
         with os.scandir(folder) as entries:
-            return "" if next(entries, None) else "it is empty there"
+            return "" if any(not entry.name.startswith(MARKED) for entry in entries) else "it is empty there"
     except (FileNotFoundError, NotADirectoryError):
         return "it is not there"
     except OSError as error:

@@ -72,13 +72,23 @@ def _compared(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
-def _files(nodes: Iterable[NodeFacts]) -> Iterable[Finding]:
+def _files(nodes: Sequence[NodeFacts]) -> Iterable[Finding]:
     unseen: dict[tuple[str, str], list[str]] = defaultdict(list)
     for node in nodes:
         for path, why in node.hidden.items():
             unseen[path, why].append(node.host)
     for (path, why), hosts in unseen.items():
         yield Finding(text=f"{path} on {_named(hosts)}: {why}. All nodes must see the same files there")
+    own: dict[str, list[str]] = defaultdict(list)
+    for node in nodes:
+        if node.own_cache:
+            own[node.own_cache].append(node.host)
+    for path, hosts in own.items():
+        yield Finding(
+            text=f"{path} on {_named(hosts)} is not the folder that the others see. A run trains by a whole copy, and "
+            f"what one lacks it counts as bad draws (not_cached)",
+            fatal=False,
+        )
     for folder in sorted({folder for node in nodes for folder in node.folders}):
         digests: dict[str, list[str]] = defaultdict(list)
         for node in nodes:

@@ -14,7 +14,7 @@ import torch
 
 from app.bench.lab import patiently
 from app.check.command import marked, run_check, sentences, table
-from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, digest_of, gpu_facts, hidden
+from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, digest_of, gpu_facts, hidden, own_cache
 from app.check.findings import ClusterFacts, Reach, findings
 from app.check.looks import judged
 from app.settings.config import RunConfig, from_here
@@ -116,6 +116,10 @@ NOTES: dict[str, tuple[ClusterFacts, str]] = {
     "GPUs in use": (
         ClusterFacts(nodes=(NODE,), gpus=gpus(), gpus_there={"a": 8}),
         "5 GPUs of a could not be looked at: Ray has given them to others",
+    ),
+    "a cache of its own": (
+        ClusterFacts(nodes=nodes(own_cache="/cache")),
+        "/cache on b is not the folder that the others see. A run trains by a whole copy",
     ),
     "few open files": (ClusterFacts(nodes=nodes(open_files=1024)), "b: a process may have 1024 files open"),
     "clocks": (
@@ -275,8 +279,9 @@ def test_a_node_with_another_cache_is_told(tmp_path: Path, monkeypatch: pytest.M
     config = replace(config, data=replace(config.data, cache=replace(config.data.cache, only=True)))
     with marked(config) as paths:
         assert hidden(paths) == {} and Path(paths.cache_marker).parent == cache
+        assert not own_cache(paths)
         Path(paths.cache_marker).unlink()  # as a node sees it that has a folder of its own there
-        assert hidden(paths) == {str(cache): "it is not the folder that the others see"}
+        assert hidden(paths) == {} and own_cache(paths) == str(cache), "it may be a whole copy, by which a run trains"
     assert [*cache.iterdir()] == [cache / "vae"] and [*tmp_path.iterdir()] == [cache]
 
     written = Path.write_text
@@ -291,6 +296,20 @@ def test_a_node_with_another_cache_is_told(tmp_path: Path, monkeypatch: pytest.M
         assert hidden(paths) == {} and not paths.cache_marker, "a cache may be read alone"
         (cache / "vae").rmdir()
         assert hidden(paths) == {str(cache): "it is empty there"}
+
+
+@pytest.mark.parametrize("why", ["it is not there", "it is empty there"])
+def test_a_cache_that_no_node_has_is_told(tmp_path: Path, why: str) -> None:
+    """The marker lay above it or was all that it held, and every node saw that."""
+    cache = tmp_path / "cache"
+    if why == "it is empty there":
+        cache.mkdir()
+    settings = [f"run.dir={tmp_path}/runs", f"data.cache.path={cache}", "data.cache.only=true"]
+    with marked(from_here(RunConfig.load(DEMO, settings))) as paths:
+        assert hidden(paths) == {str(cache): why} and not own_cache(paths)
+        if paths.cache_marker:
+            Path(paths.cache_marker).unlink()
+            assert hidden(paths) == {str(cache): why} and not own_cache(paths), "a mount point of another node"
 
 
 def test_a_run_with_a_state_is_checked_without_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
