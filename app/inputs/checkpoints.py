@@ -22,8 +22,9 @@ from actors.state.checkpoint_files import (
 from actors.state.checkpoint_writer import newest_step, root_of, step_of
 from app.records.metrics import newest_line
 from app.settings.config import RunConfig, names
-from app.settings.run_folder import run_dir
+from app.settings.run_folder import CONFIG, run_dir
 from app.settings.written_by import explained
+from data.config import DataConfig
 from ops.counted import counted
 from ops.typed import ConfigError, build, parse
 
@@ -94,6 +95,14 @@ def steps_begun(config: RunConfig, back_to: int | None = None) -> int:
     with suppress(OSError):
         line = newest_line(folder)
     return 1 + max(-1 if newest is None else newest, line[0] if line is not None else -1)
+
+
+def data_before(config: RunConfig) -> DataConfig | None:
+    """The data section of the run's last start that has made a step, as its folder keeps it; None where it does not."""
+    try:
+        return RunConfig.load(run_dir(config) / CONFIG).data
+    except (OSError, ConfigError):
+        return None
 
 
 def later_folder(run: Path, checkpoint: Path) -> Path:

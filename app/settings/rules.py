@@ -179,18 +179,18 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
         )
 
 
-def check_more_than_first(model: ModelConfig, data: DataConfig, begun: int = 0) -> None:
+def check_more_than_first(
+    model: ModelConfig, data: DataConfig, begun: int = 0, before: DataConfig | None = None
+) -> None:
     """A transformer that starts from a picture is trained on clips that go on from it. For what comes after the first
     `begun` steps, which an earlier start has made: a run whose pictures are over goes on, and is sampled and exported.
+    So does one whose pictures end no later than `before`, at its last start: steps that a crash has cost come again.
     """
     if not model.dit.starts_from_image:
         return
     ends = [stage.until_step for stage in data.stages]
-    pictures = [
-        number
-        for number, (end, buckets) in enumerate(zip(ends, data.tables))
-        if buckets.has_pictures and (not end or end > begun)
-    ]
+    over = max([begun, *([] if before is None else _ends_of_pictures(before).values())])
+    pictures = [number for number, end in _ends_of_pictures(data).items() if not end or end > over]
     if not pictures:
         return
     number = pictures[0]
@@ -202,13 +202,19 @@ def check_more_than_first(model: ModelConfig, data: DataConfig, begun: int = 0) 
     )
 
 
+def _ends_of_pictures(data: DataConfig) -> dict[int, int]:
+    """Ends of the segments with buckets of one frame, by their numbers; 0: there is none."""
+    stages = zip(data.stages, data.tables)
+    return {number: stage.until_step for number, (stage, buckets) in enumerate(stages) if buckets.has_pictures}
+
+
 def _without_pictures(number: int, begin: int, end: int, begun: int, *, own: bool) -> str:
     """How a segment from step `begin` to `end` gets along without them. What a run has trained on stays: a resume
     takes other buckets for a segment that is to come, and another end for the one that it stands in."""
     if begun > begin:
         return (
-            f"This run has {counted(begun, 'step')}: let data.segments end these buckets there, by an entry with "
-            f"until_step: {begun}, and go on with buckets of more frames, {{until_step: {end}, buckets: {{...}}}}."
+            f"What is trained stays: let data.segments end these buckets after {counted(begun, 'step')}, by an entry "
+            f"with until_step: {begun}, and go on with buckets of more frames, {{until_step: {end}, buckets: {{...}}}}."
         )
     if begun and not own:
         return f"Give data.segments.{number} buckets of its own, of more frames."

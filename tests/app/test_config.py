@@ -19,7 +19,7 @@ from app.run.lock import FolderLock, lock_path
 from app.settings.config import RunConfig, check_read, from_here, names
 from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES
 from app.settings.notes import notes
-from app.settings.run_folder import prepare_run_dir, run_dir
+from app.settings.run_folder import prepare_run_dir, run_dir, save_config
 from app.settings.written_by import header
 from data.config import SourceConfig
 from ops.config import OptimizerConfig
@@ -679,9 +679,24 @@ def test_of_a_resume_the_pictures_that_are_still_to_come_are_refused() -> None:
     later = RunConfig.load(path, of_segments((10, "9x32x48"), (20, "1x32x48"), (0, "9x32x48")))
     with pytest.raises(ConfigError, match=r"^data\.segments\.1\.buckets .* Leave buckets of more frames\.$"):
         check_read(later, begun=10)
-    with pytest.raises(ConfigError, match=r"^data\.segments\.1\.buckets .* This run has 11 steps: .*until_step: 11, "):
+    with pytest.raises(ConfigError, match=r"^data\.segments\.1\.buckets .* after 11 steps, .*until_step: 11, "):
         check_read(later, begun=11)
     check_read(later, begun=20)
+
+
+def test_pictures_that_a_start_has_ended_come_again_after_a_crash() -> None:
+    """A run was given until_step: 950 by its metrics and killed. The checkpoint was of 900 steps, and whatever it had
+    made since was too few."""
+    path = ROOT / "configs" / "runs" / "demo.yaml"
+    given = RunConfig.load(path, of_segments((950, "1x32x48"), (0, "9x32x48")))
+    for begun in (0, 901, 949, 950):
+        check_read(given, begun=begun, before=given.data)
+    endless = RunConfig.load(path, of_segments((0, "1x32x48")))
+    for before in (endless.data, RunConfig.load(path, of_segments((940, "1x32x48"), (0, "9x32x48"))).data):
+        with pytest.raises(ConfigError, match=r"after 901 steps, by an entry with until_step: 901, "):
+            check_read(given, begun=901, before=before)
+    with pytest.raises(ConfigError, match=r"with until_step: 960, and .*\{until_step: 0, "):
+        check_read(endless, begun=960, before=given.data)
 
 
 def test_pictures_of_all_segments_are_taken_out_of_those_that_are_still_to_come() -> None:
@@ -710,22 +725,28 @@ def test_a_resume_after_its_pictures_is_not_refused_for_them(
     """By checkpoints and by metrics: keepers may hold more than the newest checkpoint."""
     path = ROOT / "configs" / "runs" / "demo.yaml"
     given = [f"run.dir={tmp_path}", "run.name=x", *of_segments((10, "1x32x48"), (0, "9x32x48"))]
-    folder = prepare_run_dir(RunConfig.load(path, given))
+    folder = prepare_run_dir(RunConfig.load(path, [*given[:-1], "data.segments=[]"]))  # of pictures without end
     for module in ("app.run.launch", "app.plan.dry_run"):
         monkeypatch.setattr(f"{module}.check_installed", passed)
     refused = r"^data\.segments\.0\.buckets has buckets of one frame"
-    for steps, why in ((0, refused), (9, r"This run has 9 steps"), (10, r"^passed$")):
+    for steps, why in ((0, refused), (9, r"after 9 steps, by an entry"), (10, r"^passed$")):
         if steps:
             (folder / "metrics.jsonl").write_text(f'{{"step": {steps - 1}}}\n')
         with pytest.raises(ConfigError, match=why):
             begin(path, given, resume=True)
-    with pytest.raises(ConfigError, match=r"This run has 4 steps"):
+    with pytest.raises(ConfigError, match=r"after 4 steps, by an entry"):
         begin(path, given, resume=True, back_to=4)
     with pytest.raises(ConfigError, match=refused):
         begin(path, given, overwrite=True)
     (folder / "metrics.jsonl").unlink()
     (folder / "checkpoints" / "step-9").mkdir(parents=True)
     (folder / "checkpoints" / "step-9" / "COMPLETE").write_text('{"files": {}}')
+    with pytest.raises(ConfigError, match=r"^passed$"):
+        begin(path, given, resume=True)
+    (folder / "checkpoints" / "step-9").rename(folder / "checkpoints" / "step-7")
+    with pytest.raises(ConfigError, match=r"after 8 steps, by an entry"):
+        begin(path, given, resume=True)
+    save_config(RunConfig.load(path, given), folder)
     with pytest.raises(ConfigError, match=r"^passed$"):
         begin(path, given, resume=True)
 
