@@ -33,8 +33,25 @@ _SHOWN = 30  # characters of a value
 _LEFT = 52  # columns of names with values, at most
 # what a script does besides starting a trainer: the options of these are no settings
 _SHELL = {"set", "[", "[[", "test", "echo", "printf", "export", "source", "cd", "mkdir", "rm", "cp", "mv", "ln", "ls"}
-_SHELL |= {"cat", "grep", "sed", "kill", "ulimit", "pip"}
-_LEADING = {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "sudo"}  # before the name of a command
+_SHELL |= {
+    "cat",
+    "grep",
+    "sed",
+    "kill",
+    "ulimit",
+    "pip",
+    "pip3",
+    "apt",
+    "apt-get",
+    "git",
+    "wget",
+    "curl",
+    "tar",
+    "sleep",
+}
+_SHELL |= {"hf", "huggingface-cli", "tensorboard", "nvidia-smi"}
+# words before the name of a command, with options of their own: python -u -m pip, sudo -E python
+_LEADING = re.compile(r"if|then|elif|else|while|until|do|!|\{|sudo|env|exec|nohup|time|(.*/)?python[\d.]*")
 _ASSIGNMENT = re.compile(r"\w+\+?=")
 # words that stand for options of their own: ${model_options[@]}, $@, and the program that the options before it start
 _ENDS_VALUES = re.compile(r"\$\{?(\w+\[)?[@*]\]?\}?|[^-].*\.py")
@@ -188,21 +205,26 @@ def _of_command(words: Sequence[str]) -> Iterator[Theirs]:
     of commands that are the shell's own."""
     command, name, values = list[str](), "", list[str]()
     for word in [*words, ";"]:
-        ends = not word.strip("();<>|&")
+        ends, stands_for_others = not word.strip("();<>|&"), bool(_ENDS_VALUES.fullmatch(word))
         command = [] if ends else [*command, word]
-        if ends or _OPTION.match(word) or _ENDS_VALUES.fullmatch(word):
-            if name:
-                yield Theirs(name=name, value=" ".join(values) or True)
-            is_setting = not ends and not _ENDS_VALUES.fullmatch(word) and not _is_of_shell(command)
-            name, _, value = word.lstrip("-").partition("=") if is_setting else ("", "", "")
-            values = [value] if value else []
-        else:
+        if not (ends or stands_for_others or _OPTION.match(word)):
             values.append(word)
+            continue
+        if name:
+            yield Theirs(name=name, value=" ".join(values) or True)
+        name, values = "", []
+        if not (ends or stands_for_others or _is_of_shell(command)):
+            name, _, value = word.lstrip("-").partition("=")
+            values = [value] if value else []
 
 
 def _is_of_shell(command: Sequence[str]) -> bool:
-    first = next((word for word in command if word not in _LEADING and not _ASSIGNMENT.match(word)), "")
-    return first in _SHELL
+    """Whether the option that ends these words is of a command of the shell's own, or of a word before a command."""
+    words = [word for word in command if not _ASSIGNMENT.match(word)]
+    if _OPTION.match(words[0]):  # a line of a list of options
+        return False
+    first = next((word for word in words if not _LEADING.fullmatch(word) and not _OPTION.match(word)), "")
+    return not first or first in _SHELL
 
 
 def _short(value: object) -> str:

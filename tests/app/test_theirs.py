@@ -88,8 +88,13 @@ def test_what_the_shell_does_itself_is_no_setting(tmp_path: Path) -> None:
     script.write_text(
         "set -e -x\nset -o pipefail\nmkdir -p out && cp -r a b\nif [ -z $GPUS ]; then set -u; fi\n"
         "export WANDB_MODE=offline\nNCCL_DEBUG=INFO python train.py --lr 1e-4 -x 1\n"
+        "git clone --depth 1 a\nsudo apt-get install -y b && wget -O c d\npython3 -m pip install -U e\n"
+        "hf download --local-dir f g\nnohup tensorboard --logdir h &\n"
+        "sudo -E /opt/bin/python3.11 -u -m wan.train --steps 9\n"
+        "options=(\n  --container tar --fps 16\n)\n"
     )
-    assert {one.name: one.value for one in read_theirs(script)} == {"lr": "1e-4", "x": "1"}
+    found = {one.name: one.value for one in read_theirs(script)}
+    assert found == {"lr": "1e-4", "x": "1", "steps": "9", "container": "tar", "fps": "16"}
 
 
 def test_an_option_does_not_take_what_stands_for_others_or_follows_the_program(tmp_path: Path) -> None:
