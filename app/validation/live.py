@@ -95,8 +95,8 @@ class LiveHeldOut:
                 left.pop()
                 if self._round is None:
                     self._begin_next()
-        except OSError as error:  # a full disk: training waits for room, and these are not worth its end
-            why = f"{error.strerror or error}: {self._held_at}"
+        except OSError as error:  # a full disk, or a checkpoint that may not be read: these are not worth a run's end
+            why = f"{error.strerror or error}: {error.filename or self._held_at}"
             left = left or [-1]
         return [HeldOutFailed(step=step, why=why) for step in left]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import time
 from collections import Counter
@@ -19,6 +21,7 @@ from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom, TurnReport, TurnTas
 from actors.messages import CascadeTask, StepSample
 from actors.records.events import HeldOutFailed, HeldOutMeasured, event_of
 from actors.records.metrics_line import metrics_of
+from actors.state import checkpoint_files
 from actors.worker.aside import Asides
 from app.records.metrics import Metrics
 from app.report.curves import held_out_html, loss_html
@@ -564,6 +567,21 @@ def test_what_a_controller_was_at_begins_again_with_the_next(folder: Path, tmp_p
     events = [live.ended(done_by(work, 1.0)) for work in works]
     assert isinstance(events[-1], HeldOutMeasured) and not list(tmp_path.glob(".held_out/*"))
     assert live_of(folder, tmp_path).open(begins=False) == [], "what has ended leaves nothing"
+
+
+def test_a_checkpoint_that_may_not_be_read_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event named the run's folder of links."""
+    checkpoint_of(tmp_path, 79)
+    live_of(folder, tmp_path).on_checkpoint(79)
+
+    def refused(checkpoint: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(checkpoint / "COMPLETE"))
+
+    monkeypatch.setattr(checkpoint_files, "_listed", refused)
+    why = f"Permission denied: {tmp_path}/checkpoints/step-79/COMPLETE"
+    assert live_of(folder, tmp_path).open(begins=False) == [HeldOutFailed(step=79, why=why)]
 
 
 def test_a_checkpoint_that_is_made_again_is_measured_again(folder: Path, tmp_path: Path) -> None:
