@@ -206,21 +206,18 @@ class FolderLock:
         except OSError as error:
             return f"{self.path} cannot be made again: {error}"
         assert self._file is not None
-        if _is_same(file, self._file):  # of which the kernel would refuse us the lock, as that is held already
-            os.close(file)
-            return ""
+        unused, wrong = file, ""
         try:
-            free = _flock(file) is not False
-            self.lost = not free and not self._wrote(file)
+            if _is_same(file, self._file):
+                pass  # the kernel would refuse us the lock, as that is held already
+            elif _flock(file) is not False:
+                unused, self._file = self._file, file
+            else:
+                self.lost = not self._wrote(file)
         except OSError as error:
-            os.close(file)
-            return f"{self.path} cannot be locked again: {error}"
-        if not free:
-            os.close(file)
-            return ""
-        os.close(self._file)
-        self._file = file
-        return ""
+            wrong = f"{self.path} cannot be locked again: {error}"
+        os.close(unused)
+        return wrong
 
     def _wrote(self, file: int) -> bool:
         stamp = _parsed(os.pread(file, _BYTES, 0))
