@@ -1,12 +1,16 @@
 """Folders of media beside captions: `a.mp4` with `a.txt` or `a.json`, as diffusion-pipe and musubi-tuner read them, or
-with a file of another suffix that the caption setting names; `a.mp4.txt` where none of these has a text. A picture
-beside a video of its name is its thumbnail, unless it has a caption of its own, `a.jpg.txt`.
+with a file of another suffix that the caption setting names; `a.mp4.txt` where none of these has a text, and first
+where several media are called `a`. A picture beside a video of its name is its thumbnail, unless it has a caption of
+its own, `a.jpg.txt`, which is then its only one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property
 
 from data import media, storage
@@ -35,6 +39,18 @@ CAPTION_SUFFIXES = ("txt", "caption")
 SUFFIXES = media.MEDIA_SUFFIXES | {*CAPTION_SUFFIXES, "json"}
 RESERVED = frozenset(SCHEMA.names)
 
+Beside = Mapping[str, Mapping[str, FileStat]]  # captions by the name before their last suffix, then by that
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Medium:
+    """A clip or picture of a folder."""
+
+    name: str
+    file: FileStat
+    key: str | None  # None: a thumbnail, which is no sample
+    texts: tuple[str, ...]  # what its captions are called before their suffix, those that count first in front
+
 
 class PairsReader:
     """Parts are folders."""
@@ -43,10 +59,11 @@ class PairsReader:
         self.config, self.limits = config, limits
         self.policy = parse_policy(config.caption)
 
-    @property
-    def _named(self) -> set[str]:
-        """Suffixes of captions that the setting names."""
-        return {name for offer in self.policy for name in offer if not name.startswith("json:")}
+    @cached_property
+    def _captions(self) -> frozenset[str]:
+        """Suffixes of files that are captions by their name alone."""
+        named = (name for offer in self.policy for name in offer if not name.startswith("json:"))
+        return frozenset((*CAPTION_SUFFIXES, *named))
 
     @cached_property
     def catalogues(self) -> dict[str, Catalogue]:
@@ -54,7 +71,7 @@ class PairsReader:
         absent = [folder for folder in folders if not storage.is_folder(folder)]
         if absent:
             raise DataError(f"folder {absent[0]} does not exist. Check data.sources path {self.config.path}.")
-        return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES | self._named)) for folder in folders}
+        return {folder: Catalogue(folder, self.limits, SUFFIXES | self._captions) for folder in folders}
 
     @cached_property
     def _tables(self) -> str:
@@ -65,7 +82,7 @@ class PairsReader:
 
     def parts(self) -> list[IndexPart]:
         return [
-            IndexPart(folder, 0, 0, catalogue.fingerprint + _ambiguous(catalogue, self._named))
+            IndexPart(folder, 0, 0, catalogue.fingerprint + _ambiguous(catalogue, self._captions))
             for folder, catalogue in self.catalogues.items()
         ]
 
@@ -74,80 +91,87 @@ class PairsReader:
 
     def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every media file is a sample, but for thumbnails: pictures without a caption of their own, beside a video."""
-        catalogue, keys, numbers = self.catalogues[part.uri], set[str](), dict[str, int]()
-        beside: dict[str, dict[str, FileStat]] = {}  # captions of a key, by their suffix
-        for name, file in catalogue.files().items():
-            if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
-                beside.setdefault(_stem(name), {})[media.suffix_of(name)] = file
-        unread: dict[str, list[str]] = {}
-        for stem, _, suffix in (name.rpartition(".") for name in catalogue.others):
-            if holds_text(suffix):
-                unread.setdefault(stem, []).append(suffix)
-        videos, stems = _videos(catalogue), _stems(catalogue)
+        catalogue = self.catalogues[part.uri]
+        beside, unread = _beside(catalogue), _unread(catalogue)
+        found = _media(catalogue, self._with_own(catalogue, beside, part.uri))
 
-        def key_of(stem: str) -> str:
-            key = numbered(stem, numbers)
-            while key != stem and key in stems:  # a file is called so
-                key = numbered(stem, numbers)
-            return key
+        def begin(one: _Medium, pool: Executor) -> Future[IndexedSample] | None:
+            return None if one.key is None else pool.submit(self._filled, catalogue, one, beside, unread)
 
-        def begin(named: tuple[str, FileStat], pool: Executor) -> Future[IndexedSample] | None:
-            name, file = named
-            stem, suffix = _stem(name), media.suffix_of(name)
-            if suffix not in media.MEDIA_SUFFIXES:
-                return None
-            keys.update((stem, name))
-            if suffix in media.IMAGE_SUFFIXES and stem in videos and name not in beside:
-                writer.unread([suffix])
-                return None
-            sample = IndexedSample(
-                key=key_of(stem),
-                path=file.uri,
-                size=file.size,
-                mtime_ns=file.mtime_ns,
-                suffix=suffix,
-            )
-            texts = [beside.get(stem, {}), *([beside[name]] if name in beside else [])]
-            others = [*unread.get(stem, []), *unread.get(name, [])]
-            return pool.submit(self._filled, catalogue, sample, texts, others)
-
-        with closing(in_order(catalogue.files().items(), begin, part.uri)) as samples:
-            for _, sample in samples:
-                if sample is not None:
+        with closing(in_order(found, begin, part.uri)) as samples:
+            for one, sample in samples:
+                if sample is None:
+                    writer.unread([media.suffix_of(one.name)])
+                else:
                     writer.add(sample.result())
+        called = {name for one in found for name in (_stem(one.name), one.name)}
         for name in catalogue.others:  # a file with a caption was meant to be trained
             stem, _, suffix = name.rpartition(".")
-            if stem in beside and stem not in keys:
-                keys.add(stem)
+            own = not self._captions.isdisjoint(beside.get(name, ()))  # a JSON is written beside every file by some
+            meant = [key for key, has in ((stem, stem in beside), (name, own)) if has and key not in called]
+            if meant:
+                called.update(meant)
                 refused = IndexedSample(key=stem, path=storage.join(part.uri, name))
                 writer.add(refused.refuse(BadSample(Reason.NOT_MEDIA, f"suffix {suffix!r}")))
         for key, files in beside.items():  # its clip is gone, or a link to one that is
-            if key not in keys and not files.keys().isdisjoint(CAPTION_SUFFIXES):
+            if key not in called and not files.keys().isdisjoint(CAPTION_SUFFIXES):
                 refused = IndexedSample(key=key, path=next(iter(files.values())).uri)
                 writer.add(refused.refuse(BadSample(Reason.NO_MEDIA, f"no clip or picture beside {', '.join(files)}")))
 
+    def _with_own(self, catalogue: Catalogue, beside: Beside, uri: str) -> set[str]:
+        """Names of media with a caption that is called by their whole name: a file, or in a JSON, which is read where
+        it decides, of a picture beside a video."""
+        own = {name for name in catalogue.files() if not self._captions.isdisjoint(beside.get(name, ()))}
+        shown = _videos(catalogue)
+        told = ((name, files["json"]) for name, files in beside.items() if "json" in files and name not in own)
+        asked = ((name, file) for name, file in told if name in catalogue.files() and _shows_video(name, shown))
+
+        def begin(one: tuple[str, FileStat], pool: Executor) -> Future[bool]:
+            return pool.submit(self._has_caption, one[1])
+
+        with closing(in_order(asked, begin, uri)) as answers:
+            return own | {name for (name, _), answer in answers if answer is not None and answer.result()}
+
+    def _has_caption(self, file: FileStat) -> bool:
+        """Whether a JSON has a caption. One that cannot be read says it has, so that its sample is refused by name."""
+        sample = IndexedSample(key="")
+        try:
+            self._take({"json": file}, sample)
+        except BadSample:
+            return True
+        return bool(sample.captions)
+
     def _filled(
-        self, catalogue: Catalogue, sample: IndexedSample, texts: list[dict[str, FileStat]], unread: list[str]
+        self, catalogue: Catalogue, one: _Medium, beside: Beside, unread: Mapping[str, list[str]]
     ) -> IndexedSample:
-        """A sample with its header and captions, or refused. `texts`: files beside the clip by suffix, those of its
-        name without its suffix first; `unread`: suffixes of others that the caption setting does not name."""
+        """A sample with its header and captions, or refused. `unread`: suffixes of texts that the caption setting does
+        not name, as `beside`."""
+        assert one.key is not None, f"{one.name} is a thumbnail"
+        sample = IndexedSample(
+            key=one.key,
+            path=one.file.uri,
+            size=one.file.size,
+            mtime_ns=one.file.mtime_ns,
+            suffix=media.suffix_of(one.name),
+        )
         try:
             found = catalogue.header(sample.path)
             if isinstance(found, BadSample):
                 raise found
             sample.info = found
             about: dict[str, object] = {}
-            for beside in texts:
-                about = self._take(beside, sample) | about
+            for name in one.texts:
+                about = self._take(beside.get(name, {}), sample) | about
                 if sample.captions:
                     return sample
-            hint = named_elsewhere(self.config.caption, unread, about)
+            others = [suffix for name in one.texts for suffix in unread.get(name, ())]
+            hint = named_elsewhere(self.config.caption, others, about)
             check_any([], self.config, f"no text in {self.config.caption} or caption beside it{self._tables}", hint)
         except BadSample as fault:
             sample.refuse(fault)
         return sample
 
-    def _take(self, beside: dict[str, FileStat], sample: IndexedSample) -> dict[str, object]:
+    def _take(self, beside: Mapping[str, FileStat], sample: IndexedSample) -> dict[str, object]:
         """Give a sample the captions and scores of these files. Returns the JSON among them."""
         about = self._json(beside["json"]) if "json" in beside else {}
         numbers = {name: value for name, value in scores_of(about).items() if name not in RESERVED}
@@ -181,27 +205,73 @@ def _stem(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _beside(catalogue: Catalogue) -> Beside:
+    beside: dict[str, dict[str, FileStat]] = {}
+    for name, file in catalogue.files().items():
+        if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
+            beside.setdefault(_stem(name), {})[media.suffix_of(name)] = file
+    return beside
+
+
+def _unread(catalogue: Catalogue) -> Mapping[str, list[str]]:
+    unread: dict[str, list[str]] = {}
+    for stem, _, suffix in (name.rpartition(".") for name in catalogue.others):
+        if holds_text(suffix):
+            unread.setdefault(stem, []).append(suffix)
+    return unread
+
+
 def _videos(catalogue: Catalogue) -> set[str]:
     """Names of videos, with their suffix and without: pictures that are called so show one."""
     names = [name for name in catalogue.files() if media.suffix_of(name) in media.VIDEO_SUFFIXES]
     return {*names, *map(_stem, names)}
 
 
-def _stems(catalogue: Catalogue) -> set[str]:
-    return {_stem(name) for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+def _shows_video(name: str, videos: Collection[str]) -> bool:
+    return media.suffix_of(name) in media.IMAGE_SUFFIXES and _stem(name) in videos
 
 
-def _ambiguous(catalogue: Catalogue, named: set[str]) -> str:
-    """Not empty for a folder with several media of a name, or with captions that a whole name gives: they were read
-    otherwise once, and are read again. `named`: suffixes that the caption setting names."""
-    names = {name for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES}
-    texts: dict[str, set[str]] = {}
-    for name in catalogue.files().keys() - names:
-        texts.setdefault(_stem(name), set()).add(media.suffix_of(name))
-    stems, captions = _stems(catalogue), {*CAPTION_SUFFIXES, *named}
-    told = texts.keys() & names
-    given = any(_stem(name) not in texts or not texts[name].isdisjoint(captions) for name in told)
-    return "|by video and whole name" if given or len(stems) < len(names) or stems & names else ""
+def _media(catalogue: Catalogue, own: Collection[str]) -> list[_Medium]:
+    """The clips and pictures of a folder in order: which are samples, by which keys, with whose captions. `own`: names
+    of those with a caption that is called by their whole name."""
+    files = {name: file for name, file in catalogue.files().items() if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+    videos, stems = _videos(catalogue), {*map(_stem, files)}
+    pictures = {name for name in files if _shows_video(name, videos)}
+    thumbnails = {name for name in pictures if name not in own}
+    shared = Counter(_stem(name) for name in files if name not in thumbnails)
+    numbers: dict[str, int] = {}
+
+    def key_of(stem: str) -> str:
+        key = numbered(stem, numbers)
+        while key != stem and key in stems:  # a file is called so
+            key = numbered(stem, numbers)
+        return key
+
+    def texts_of(name: str) -> tuple[str, ...]:
+        stem = _stem(name)
+        if name in pictures:
+            return (name,)  # the others are of the video
+        return (name, stem) if shared[stem] > 1 or stem in files else (stem, name)
+
+    return [
+        _Medium(name=name, file=file, key=None if name in thumbnails else key_of(_stem(name)), texts=texts_of(name))
+        for name, file in files.items()
+    ]
+
+
+def _ambiguous(catalogue: Catalogue, captions: frozenset[str]) -> str:
+    """Not empty for a folder with several media of a name, or with captions that a whole name may give: they were read
+    otherwise once, and are read again. `captions`: suffixes of files that are captions. Reads none of them: those who
+    open an index do not wait for that."""
+    beside = _beside(catalogue)
+
+    def is_plain(one: _Medium) -> bool:
+        stem = _stem(one.name)
+        of_stem, of_name = beside.get(stem, {}).keys(), beside.get(one.name, {}).keys()
+        decided = not of_name or (captions.isdisjoint(of_name) and not captions.isdisjoint(of_stem))
+        return one.key == stem == one.texts[0] and decided
+
+    return "" if all(map(is_plain, _media(catalogue, ()))) else "|by video, own captions first"
 
 
 READER = PairsReader

@@ -307,6 +307,35 @@ def test_a_picture_beside_a_clip_that_has_a_caption_of_its_own_is_a_sample(tmp_p
     assert not ledger.rejected and [index.caption(row) for row in range(len(index))] == ["of a.jpg", "of a.mp4"]
 
 
+@pytest.mark.parametrize(
+    "names, texts, rows",
+    [
+        ("a.jpg a.mp4", {"a.txt": "clip", "a.jpg.txt": "own"}, ["own", "clip"]),
+        ("a.mov a.mp4", {"a.txt": "both", "a.mov.txt": "own"}, ["own", "both"]),
+        ("a.jpg a.png", {"a.txt": "both", "a.jpg.json": '{"caption": "own"}'}, ["own", "both"]),
+        ("a.mp4 a.mp4.jpg", {"a.mp4.txt": "clip"}, ["clip"]),
+        ("a.mp4 a.mp4.jpg", {"a.mp4.txt": "clip", "a.mp4.jpg.txt": "own"}, ["clip", "own"]),
+        ("a.jpg a.mp4", {"a.txt": "clip", "a.jpg.json": '{"caption": "own"}'}, ["own", "clip"]),
+        ("a.jpg a.mp4", {"a.txt": "clip", "a.jpg.json": '{"id": 1}'}, ["clip"]),  # as gallery-dl has it
+        ("a.jpg a.mp4", {"a.txt": "clip", "a.mp4.txt": "not this"}, ["clip"]),
+        ("a.jpg a.mp4", {"a.txt": "clip", "a.jpg.txt": " "}, ["no_caption", "clip"]),
+        ("a.jpg a.mp4", {"a.txt": "clip", "a.jpg.json": "["}, ["bad_json", "clip"]),
+    ],
+)
+def test_of_media_of_one_name_each_has_its_own_caption_first(tmp_path, names, texts, rows):
+    """A picture beside a clip was trained with the clip's caption where it had one of its own."""
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name in names.split():
+        made = {"jpg": picture(kind="jpeg"), "png": picture()}
+        (folder / name).write_bytes(made.get(name.rpartition(".")[2], clip()))
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    index, _ = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert [index.row(row).reject or index.caption(row) for row in range(len(index))] == rows
+    assert index.row(0).key == "a", "a thumbnail in front of it takes no key"
+
+
 def test_no_two_clips_of_a_folder_have_one_key(tmp_path):
     folder = tmp_path / "pairs"
     folder.mkdir()
@@ -343,6 +372,7 @@ def test_a_caption_may_have_the_whole_name_of_its_clip(tmp_path):
         (("a.mp4", "a.txt", "a.mp4.jpg"), True),
         (("a.mp4", "a.mp4.txt"), True),
         (("a.mp4", "a.mp4.json"), True),
+        (("a.mp4", "a.json", "a.mp4.json"), True),  # of which one has the caption
         (("a.mp4", "a.txt", "a.mp4.txt"), True),
     ],
 )
@@ -353,6 +383,7 @@ def test_a_folder_is_read_again_only_where_it_was_read_otherwise(tmp_path, names
     (part,) = reader_of(source, LimitsConfig()).parts()
     plain = Catalogue(str(tmp_path), LimitsConfig(), frozenset(SUFFIXES | {"cap"})).fingerprint
     assert (part.fingerprint != plain) is again
+    assert not part.fingerprint.endswith("|by video and whole name"), "pictures took their clip's caption"
 
 
 def test_file_names_that_are_not_utf8_are_refused(tmp_path):
@@ -413,12 +444,14 @@ def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
     folder = tmp_path / "pairs"
     folder.mkdir()
     (folder / "a.mp4").write_bytes(clip())
-    for name in ("a.txt", "scan.txt"):
+    for name in ("a.txt", "scan.txt", "whole.tiff.txt", "a.zip.json"):
         (folder / name).write_text("a caption")
-    for name in ("scan.tiff", "a.srt", "Thumbs.db"):  # one was meant to be trained, the others were not
+    for name in ("scan.tiff", "whole.tiff", "a.zip", "a.srt", "Thumbs.db"):  # two were meant to be trained, others not
         (folder / name).write_bytes(b"x")
     index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
-    assert rejected(ledger) == {"not_media": 1} and [row.key for row in map(index.row, range(2))] == ["a", "scan"]
+    rows = [index.row(row) for row in range(len(index))]
+    assert rejected(ledger) == {"not_media": 2} and [row.key for row in rows] == ["a", "scan", "whole"]
+    assert [row.detail for row in rows[1:]] == ["suffix 'tiff'"] * 2
 
 
 def test_captions_of_pairs_by_suffix_in_any_case(tmp_path):
