@@ -74,10 +74,12 @@ def guess_kind(path: str) -> str:
 
 
 def _has_captions(names: Sequence[str]) -> bool:
-    """Whether some of these files are captions of others: of any name, or a JSON with that of a clip or picture."""
-    stems = {name.rpartition(".")[0] for name in names if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+    """Whether some of these files are captions of others: of any name, or a JSON with that of a clip or picture,
+    with its suffix or without."""
+    shown = {name for name in names if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+    called = {*shown, *(name.rpartition(".")[0] for name in shown)}
     return any(
-        suffix in ("txt", "caption") or (suffix == "json" and name.rpartition(".")[0] in stems)
+        suffix in ("txt", "caption") or (suffix == "json" and name.rpartition(".")[0] in called)
         for name, suffix in ((name, media.suffix_of(name)) for name in names)
     )
 

@@ -422,6 +422,7 @@ def test_several_captions_by_policy(tmp_path):
         ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),
         ({"a.mp4": b"", "a.txt": b""}, "pairs"),
         ({"a.mp4": b"", "a.json": b"{}", "b.MOV": b"", "b.json": b"{}"}, "pairs"),  # these are captions
+        ({"a.mp4": b"", "a.mp4.json": b"{}"}, "pairs"),
         ({"a.mp4": b"", "a.caption": b"", "list.csv": b"path,text\n"}, "pairs"),
         ({"a.mp4": b"", "list.json": b"[]"}, "manifest"),
         ({"list.csv": b"path,text\n"}, "manifest"),
