@@ -21,6 +21,7 @@ from functools import cache
 from hashlib import blake2b
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from data import storage
 from data.config import LimitsConfig, SourceConfig
@@ -47,6 +48,8 @@ from ops.counted import counted
 from ops.listing import names_in
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MANY_SHARDS = 64  # worth a hint that processes help
 OPENED_AT_ONCE = 8
@@ -111,7 +114,7 @@ def build_index(
                 f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
             ) from error
     for i in stale:
-        metas[i] = read_meta(files[i])
+        metas[i] = _meta_of(files[i])
     indexed = []
     for part, file, meta in zip(parts, files, metas, strict=True):
         assert meta is not None, f"{file} was just written"
@@ -162,9 +165,22 @@ def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None
 def _states_in(folder: Path) -> dict[str, list[Path]]:
     """Files of each part by the stem of its first one: how it was at several times."""
     states: dict[str, list[Path]] = {}
-    for file in sorted(folder / name for name in names_in(folder) if name.endswith(".parquet")):
+    names = _asked(f"list {folder}", lambda: names_in(folder))
+    for file in sorted(folder / name for name in names if name.endswith(".parquet")):
         states.setdefault(_first_name(file), []).append(file)
     return states
+
+
+def _meta_of(file: Path) -> PartMeta | None:
+    return _asked(f"read {file}", lambda: read_meta(file))
+
+
+def _asked(what: str, ask: Callable[[], T]) -> T:
+    """What the folder of an index says. Raises DataIOError; where it may say it later, that is DataUnreachable."""
+    try:
+        return storage.retried(what, ask)
+    except OSError as error:  # such as those of a folder that somebody else made for himself
+        raise DataIOError(f"{what}: {error}. Name another folder in data.sources index.") from error
 
 
 def _first_name(file: Path) -> str:
@@ -179,7 +195,7 @@ def _file_of(
     other captions. One that is so again becomes the newest, for `_drop_superseded`."""
     taken, states = set(), _newest_first(states)  # several may be it where the folders outside are not seen
     for file in states:
-        meta = read_meta(file)
+        meta = _meta_of(file)
         if meta is None:
             continue
         if _fresh(part, meta, listed):

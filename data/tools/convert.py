@@ -27,7 +27,7 @@ from data.dataset.index import Index, IndexRow
 from data.decode import DecodedFrame, decode_clip, frames_from
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason
-from data.storage import ByteRange, ReadFile, read_range
+from data.storage import ByteRange, ReadFile, read_range, retried
 from data.types import Bucket, DecodeJob
 from ops.listing import names_in
 
@@ -73,8 +73,13 @@ def convert(
 
 
 def check_out(folder: Path) -> None:
-    """Raises ValueError where shards cannot be written to this folder, which need not exist, or are there."""
-    if any(name.endswith(".tar") for name in names_in(folder)):
+    """Raises ValueError where shards cannot be written to this folder, which need not exist, or are there; DataIOError
+    when storage fails."""
+    try:
+        names = retried(f"list {folder}", lambda: names_in(folder))
+    except PermissionError as error:
+        raise ValueError(f"{folder} cannot be listed: {error.strerror}. Name another folder.") from error
+    if any(name.endswith(".tar") for name in names):
         raise ValueError(f"{folder} already holds shards. Name an empty folder.")
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not above.is_dir():

@@ -14,7 +14,10 @@ import pytest
 from data import storage
 from data.engines.gate import Gate
 from data.errors import DataIOError, DataUnreachable
+from data.readers import part
 from data.storage import stat
+from data.tools.convert import check_out
+from tests.data.making import good, index_of, shard
 
 
 @pytest.fixture
@@ -97,3 +100,59 @@ def test_what_a_decode_task_tells_of_storage_keeps_its_kind() -> None:
     assert type(gate.failure()) is DataUnreachable
     gate.fail(ValueError("no decoder of this name"))
     assert type(gate.failure()) is DataIOError and "no decoder" in str(gate.failure())
+
+
+def refusing(real: Any, code: int, place: Path, times: float = float("inf")) -> Any:
+    """A function of a path whose first `times` calls for what is in this place fail."""
+    failed: list[str] = []
+
+    def call(path: Any = ".", *given: Any, **named: Any) -> Any:
+        if place in (Path(path), *Path(path).parents) and len(failed) < times:
+            failed.append(str(path))
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *given, **named)
+
+    return call
+
+
+@pytest.mark.parametrize("asked", ["listdir", "read_metadata"])
+def test_an_index_whose_folder_does_not_answer_once_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], asked: str
+) -> None:
+    """A live run whose feeder was opened anew in that second ended."""
+    where: Any = os if asked == "listdir" else part.pq
+    (tmp_path / "0.tar").write_bytes(shard([*good(2)]))
+    index_of(tmp_path / "0.tar", tmp_path / "cache")
+    real = getattr(where, asked)
+    with monkeypatch.context() as patched:
+        patched.setattr(where, asked, refusing(real, errno.ESTALE, tmp_path / "cache", times=1))
+        assert index_of(tmp_path / "0.tar", tmp_path / "cache")[0].num_ok == 2 and slept == [1.0]
+    monkeypatch.setattr(where, asked, refusing(real, errno.ESTALE, tmp_path / "cache"))
+    with pytest.raises(DataUnreachable, match="Stale file handle"):
+        index_of(tmp_path / "0.tar", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("asked", ["listdir", "read_metadata"])
+def test_an_index_that_may_not_be_read_says_what_to_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], asked: str
+) -> None:
+    """Whoever has a umask of 077 makes `.heddle-index` for himself alone."""
+    where: Any = os if asked == "listdir" else part.pq
+    (tmp_path / "0.tar").write_bytes(shard([*good(2)]))
+    index_of(tmp_path / "0.tar", tmp_path / "cache")
+    monkeypatch.setattr(where, asked, refusing(getattr(where, asked), errno.EACCES, tmp_path / "cache"))
+    with pytest.raises(DataIOError, match=r"Permission denied.*Name another folder in data\.sources index"):
+        index_of(tmp_path / "0.tar", tmp_path / "cache")
+    assert not slept
+
+
+def test_a_folder_for_shards_is_listed_again_and_refused_where_it_may_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", refusing(real, errno.ESTALE, tmp_path, times=1))
+    check_out(tmp_path)
+    assert slept == [1.0]
+    monkeypatch.setattr(os, "listdir", refusing(real, errno.EACCES, tmp_path))
+    with pytest.raises(ValueError, match=r"cannot be listed: Permission denied\. Name another folder"):
+        check_out(tmp_path)
