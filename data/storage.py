@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from stat import S_ISDIR
+from stat import S_ISDIR, S_ISREG
 from typing import TypeVar
 
 import pyarrow as pa
@@ -27,6 +27,7 @@ import pyarrow.fs as pafs
 from braceexpand import braceexpand
 
 from data.errors import DataError, DataIOError, DataUnreachable
+from ops.listing import is_nothing
 from ops.passing import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -359,11 +360,8 @@ def read_range(uri: str, offset: int, size: int, retries: int = 4) -> bytes:
 def stat(uri: str, retries: int = 4) -> FileStat | None:
     """The file's size and time, or None if there is no such file."""
     if is_local(uri):
-        try:
-            info = retried(f"stat {uri}", lambda: os.stat(local_path(uri)), retries)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return FileStat(uri, info.st_size, info.st_mtime_ns) if not S_ISDIR(info.st_mode) else None
+        info = retried(f"stat {uri}", lambda: _if_there(lambda: os.stat(local_path(uri))), retries)
+        return None if info is None or S_ISDIR(info.st_mode) else FileStat(uri, info.st_size, info.st_mtime_ns)
     return _stat_of(uri, _about(uri, retries))
 
 
@@ -459,11 +457,21 @@ def _list_local(uri: str, recursive: bool) -> list[FileStat]:
     return retried(f"list {uri}", lambda: list(_files_of(local_path(uri), recursive)))
 
 
+def _if_there(ask: Callable[[], os.stat_result]) -> os.stat_result | None:
+    """What `stat` says; None where nothing is. Raises any other OSError, as `Path.is_file` does before Python 3.14."""
+    try:
+        return ask()
+    except OSError as error:
+        if is_nothing(error):
+            return None
+        raise
+
+
 def _files_of(folder: str, recursive: bool, above: tuple[str, ...] = ()) -> Iterator[FileStat]:
     above = (*above, os.path.realpath(folder))  # linked folders are followed, but not in a circle
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") or (entry.is_symlink() and _if_there(entry.stat) is None):
                 continue
             if entry.is_dir():
                 if recursive and not (entry.is_symlink() and os.path.realpath(entry.path) in above):
@@ -546,13 +554,14 @@ def first_sign(path: str, signs: str = GLOB) -> int | None:
 
 def _files_like(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """As `Path.glob`, which would give a part of them where storage does not list one of the folders: the others would
-    be a data set of their own. Folders that may not be read are passed over, as it does."""
+    be a data set of their own. Folders that may not be read are passed over, as it does, and so are hidden ones that no
+    name means, without a question: the snapshots of a file server may not answer."""
     if not names:
         try:
-            is_file = folder.is_file()
+            info = _if_there(folder.stat)
         except PermissionError:  # below a folder that may not be entered
             return
-        if is_file:
+        if info is not None and S_ISREG(info.st_mode):
             yield folder
         return
     name, rest = names[0], names[1:]
@@ -564,9 +573,13 @@ def _files_like(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     try:
         with os.scandir(folder) as entries:
             listed = list(entries)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return
+    except OSError as error:
+        if is_nothing(error) or isinstance(error, PermissionError):
+            return
+        raise
     for entry in listed:
+        if _is_hidden([entry.name]) and not _is_hidden([name]):
+            continue
         if name == "**":
             if entry.is_dir(follow_symlinks=False):
                 yield from _files_like(folder / entry.name, names)

@@ -7,18 +7,24 @@ are used.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
-_NOTHING = (FileNotFoundError, NotADirectoryError)
+
+def is_nothing(error: OSError) -> bool:
+    """Whether an error says that nothing is there: links that lead to each other lead nowhere."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def names_in(folder: Path) -> list[str]:
     """Names of what is in a folder, hidden ones too, in no order; none without a folder. Raises any other OSError."""
     try:
         return os.listdir(folder)
-    except _NOTHING:
-        return []
+    except OSError as error:
+        if is_nothing(error):
+            return []
+        raise
 
 
 def paths_below(folder: Path) -> list[Path]:
@@ -26,7 +32,7 @@ def paths_below(folder: Path) -> list[Path]:
     not be read are passed over. Raises any other OSError."""
 
     def refuse(error: OSError) -> None:
-        if not isinstance(error, (*_NOTHING, PermissionError)):
+        if not (is_nothing(error) or isinstance(error, PermissionError)):
             raise error
 
     return [

@@ -21,6 +21,7 @@ from data.errors import DataError, DataIOError
 from data.ledger import Ledger
 from data.readers.registry import reader_of
 from data.storage import absolute, check_there, expand, list_files, read_range, resolve, stat
+from ops.listing import names_in, paths_below
 from tests.data.making import clip, good, index_of, shard
 
 ODD_NAMES = ("my clip.mp4", "a#1.mp4", "what?.mp4", "100%.mp4", "50%20.mp4", "caf\u00e9 \U0001f600.mp4", "a+b&c=d.mp4")
@@ -132,6 +133,45 @@ def test_a_glob_passes_over_a_folder_of_somebody_else(
     monkeypatch.setattr(Path, "stat", asked)
     monkeypatch.setattr(os, "scandir", given)
     assert expand(f"{tmp_path}/{pattern}", (".tar",)) == [f"{tmp_path}/ours/s.tar"]
+
+
+@pytest.mark.parametrize("pattern", ["", "/*/*.tar", "/**/*.tar", "/*/0.tar"])
+def test_links_that_lead_to_each_other_are_nothing(tmp_path: Path, pattern: str) -> None:
+    """They refused the whole data set, as storage that fails."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.tar").touch()
+    for name, to in (("loop", "loop"), ("one", "other"), ("other", "one"), ("a/1.tar", "1.tar")):
+        (tmp_path / name).symlink_to(to)
+    assert expand(f"{tmp_path}{pattern}", (".tar",)) == [f"{tmp_path}/a/0.tar"]
+    assert stat(f"{tmp_path}/a/1.tar") is None and names_in(tmp_path / "loop") == paths_below(tmp_path / "loop") == []
+
+
+@pytest.mark.parametrize("pattern", ["*/*.tar", "**/*.tar", "*/0.tar"])
+def test_a_glob_does_not_ask_for_a_hidden_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    """Nothing in it is meant: the snapshots of a file server, which may not answer."""
+    for name in ("ours", ".snapshot"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.tar").touch()
+    hidden, stat_of, listed = tmp_path / ".snapshot", Path.stat, os.scandir
+
+    def refuse(path: Path) -> None:
+        if hidden in (path, *path.parents):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+    def asked(path: Path, **how: bool) -> os.stat_result:
+        refuse(path)
+        return stat_of(path, **how)
+
+    def given(path: Path) -> Any:
+        refuse(path)
+        return listed(path)
+
+    monkeypatch.setattr(Path, "stat", asked)
+    monkeypatch.setattr(os, "scandir", given)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=lambda seconds: None))
+    assert expand(f"{tmp_path}/{pattern}", (".tar",)) == [f"{tmp_path}/ours/0.tar"]
+    with pytest.raises(DataIOError, match="Input/output error"):
+        expand(f"{tmp_path}/.*/*.tar", (".tar",))
 
 
 def test_a_glob_of_a_path_may_go_up_again(tmp_path: Path) -> None:
