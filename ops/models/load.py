@@ -298,7 +298,7 @@ def _part_of(transformer: nn.Module) -> TrainedPart:
     before = takewhile(lambda weight: weight not in inside, named)
     trained = [number for number, block in enumerate(blocks) if any(one.requires_grad for one in block.parameters())]
     first = 0 if any(weight.requires_grad for weight in before) else min(trained, default=count)
-    products = projections(transformer, config)
+    products = [weight for weight in projections(transformer, config) if weight in inside]  # as `ForwardFlops` counts
     own = sum(weight.numel() for weight in products if weight.requires_grad)
     return TrainedPart(weights=own / sum(weight.numel() for weight in products), blocks=1 - first / count)
 

@@ -123,6 +123,13 @@ def test_what_is_trained_late_moves_less_between_ranks() -> None:
     assert trained_part(turns).blocks == pytest.approx(7 / 12), "they take turns with spatial ones"
 
 
+def test_blocks_of_the_text_alone_are_no_part_of_what_is_counted() -> None:
+    """What Kandinsky's blocks of the video cost in training did not count as all of it."""
+    config = VARIANTS["kandinsky"]
+    assert trained_part(replace(config, train_only=("visual_transformer_blocks*",))) == TrainedPart()
+    assert trained_part(replace(config, train_only=("text_transformer_blocks*",))) == TrainedPart(weights=0.0)
+
+
 class Counted:
     """Bytes that ranks send to others."""
 
