@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def files_of(path: Path) -> list[Path]:
     if shard is None:
         return [path]
     for index in sorted(path.parent.glob("*.safetensors.index*.json")):
-        if path.name in _weight_map(index).values():
-            return _shards_of(index)
+        with suppress(ValueError):  # one that cannot be read: shards say how many they are, too
+            if path.name in _weight_map(index).values():
+                return _shards_of(index)
     count = int(shard["count"])
     names = [f"{shard['stem']}-{number:05d}-of-{count:05d}{shard['rest']}" for number in range(1, count + 1)]
     return _all_there(path, names)
@@ -80,7 +82,10 @@ def files_of(path: Path) -> list[Path]:
 def _shards_of(index: Path) -> list[Path]:
     names = sorted(set(_weight_map(index).values()))
     if not names:
-        raise ValueError(f"{index} names no shards in a weight_map. Give the index of safetensors shards, or a shard.")
+        raise ValueError(
+            f"{index} names no shards in a weight_map. Give the index of safetensors shards, or a shard; "
+            f"if it is one, copy it again."
+        )
     return _all_there(index, names)
 
 
@@ -94,8 +99,8 @@ def _all_there(by: Path, names: list[str]) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Name of a weight -> its shard; empty for a file that is no index."""
-    found: dict[str, str] = read_json(index).get("weight_map", {})
-    return found
+    found = read_json(index).get("weight_map")
+    return {weight: name for weight, name in found.items() if isinstance(name, str)} if isinstance(found, dict) else {}
 
 
 def _is_pickled(file: Path) -> ValueError:

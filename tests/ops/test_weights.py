@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from app.export.frozen_parts import link_tree
 from ops.comm.collectives import Group
-from ops.models.files import STEM, check_files, plain_name, read_json, variant_of, weight_files
+from ops.models.files import (
+    STEM,
+    check_files,
+    files_of,
+    index_name,
+    plain_name,
+    read_json,
+    variant_of,
+    weight_files,
+)
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.wan.config import WanConfig
@@ -121,6 +130,21 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
         read_state(tmp_path / "transformer")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "{", "[]"]
+)
+def test_an_index_that_is_none_is_one_sentence_and_keeps_nobody_from_its_shards(tmp_path: Path, text: str) -> None:
+    shards = [tmp_path / f"{STEM}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for shard in shards:
+        shard.touch()
+    index = tmp_path / index_name(STEM)
+    index.write_text(text)
+    for given in (tmp_path, index):
+        with pytest.raises(ValueError, match=rf"{index.name} (names no shards|is not valid JSON|holds a list)"):
+            files_of(given)
+    assert files_of(shards[1]) == shards
 
 
 def test_long_lists_of_names_are_cut() -> None:
