@@ -275,26 +275,31 @@ supervised([sys.executable, "-c", {code!r}], print)
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_a_person_stops_is_no_failure(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "whole"),
+    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+    ids=["as a terminal does", "the one above", "as a scheduler does"],
+)
+def test_what_a_person_stops_is_no_failure(tmp_path: Path, number: signal.Signals, whole: bool) -> None:
     """Also where the process that measures sees it late: here in a call that holds the interpreter."""
     busy = f"""
-import pathlib, signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import pathlib, sys, time
+from app.bench.gpu import __main__ as command
 mark = pathlib.Path({str(tmp_path)!r}, "mark")
-try:
-    mark.touch()
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        sum(range(30_000_000))
-finally:
-    mark.unlink()
+def measure(options, arguments):
+    try:
+        mark.touch()
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            sum(range(30_000_000))
+    finally:
+        time.sleep(0.5)
+        mark.unlink()
+command._run = measure
+sys.exit(command.main(["--inner"]))
 """
     process = under_supervision(busy, tmp_path / "mark")
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.send_signal(number)
+    os.killpg(process.pid, number) if whole else process.send_signal(number)
     assert process.wait(60) != 0 and not (tmp_path / "mark").exists()
 
 

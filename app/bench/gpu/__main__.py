@@ -18,14 +18,13 @@ import importlib.util
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.bench.gpu.supervise import AGAIN, leave_for_another, supervised
+from app.bench.gpu.supervise import AGAIN, interrupted_once, leave_for_another, supervised
 
 if TYPE_CHECKING:
     from app.bench.gpu.lines import Facts
@@ -42,7 +41,7 @@ def main(arguments: list[str]) -> int:
         own = [sys.executable, "-m", "app.bench.gpu", *arguments, "--inner", "--began", repr(options.began)]
         return supervised(own, _say)
     if options.inner:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its jobs in the background ignore it
+        interrupted_once()
     if options.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -62,3 +62,17 @@ def leave_for_another() -> None:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(AGAIN)
+
+
+def interrupted_once() -> None:
+    """The first SIGINT or SIGTERM interrupts this process, also where a shell has its jobs in the background ignore the
+    former. Others do not: who ends a whole group ends the one above, too, which interrupts this one again, and what is
+    measured would count as what died where it has not been unwound from."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda number, frame: None)
+        raise KeyboardInterrupt
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, interrupt)
