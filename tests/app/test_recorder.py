@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray.train
 
-from actors.outcome import NotRecorded
+from actors.outcome import NotRecorded, Superseded
 from actors.plan.types import StepPlan
 from actors.records.events import EnvironmentSeen, RunFinished, SettingsChanged, WorkersAwaited
 from actors.records.metrics_line import metrics_of
@@ -106,6 +106,29 @@ def test_a_step_that_the_disk_refuses_is_recorded_once_by_a_later_try(
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2] == list(run.plans())
     assert [line["step"] for line in lines(tmp_path / "workers.jsonl")] == [0, 1, 2]
     assert len(list(run.spans())) == 3 and not any("recomputed" in line for line in lines(tmp_path / "metrics.jsonl"))
+
+
+def test_who_was_superseded_writes_neither_steps_nor_events(tmp_path: Path) -> None:
+    """The files are those of another start by then: two writers would mix their lines."""
+    taken_over: list[str] = []
+
+    def guard() -> None:
+        if taken_over:
+            raise Superseded(taken_over[0])
+
+    first, second = (metrics_of({"step": step, "loss": 1.0}) for step in range(2))
+    with Recorder(tmp_path, guard=guard) as writer:
+        writer.on_step(first, [], plan())
+        taken_over.append("by another start")
+        files = [tmp_path / name for name in ("metrics.jsonl", "timeline.jsonl", "events.jsonl")]
+        before = [path.read_bytes() if path.exists() else b"" for path in files]
+        for late in (
+            lambda: writer.on_step(second, [], plan()),
+            lambda: writer.on_event(RunFinished(time=1.0, step=0, ledger={})),
+        ):
+            with pytest.raises(Superseded):
+                late()
+        assert [path.read_bytes() if path.exists() else b"" for path in files] == before
 
 
 def test_lines_of_steps_are_synced_before_a_checkpoint_which_is_worth_more_than_they(

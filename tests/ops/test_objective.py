@@ -20,10 +20,12 @@ from ops.flow.objective import (
     ddim_steps,
     density,
     draw_expert,
+    draw_first_sigma,
     draw_frame_sigmas,
     draw_picture_sigma,
     draw_sigma,
     generator,
+    is_first_frame_given,
     level_at,
     objective_of,
     place_of,
@@ -218,6 +220,58 @@ def test_a_draw_depends_on_seed_step_and_key_alone() -> None:
 def test_a_draw_is_the_same_in_every_release() -> None:
     """Resumed runs and mixed pools rely on it; a change of the generator must be a decision."""
     assert draw_sigma(FlowConfig(), 0, 0, "key", 1) == pytest.approx(0.905581921671894, abs=1e-12)
+
+
+def test_every_other_draw_is_the_same_in_every_release() -> None:
+    given = FlowConfig(first_frame=0.5, first_frame_noise=0.9)
+    assert [is_first_frame_given(given, 0, step, "key") for step in range(6)] == [True, True, False, False, True, False]
+    assert draw_first_sigma(given, 0, 0, "key", 0.8) == pytest.approx(0.4501688830319133, abs=1e-12)
+    levels = {
+        "independent": [0.633456862366335, 0.37357726711264455],
+        "rising": [0.6346529313774619, 0.658952663132829],
+    }
+    for kind, expected in levels.items():
+        assert draw_frame_sigmas(FlowConfig(frame_levels=kind), 0, 0, "key", 1, 2) == pytest.approx(expected, abs=1e-12)
+    assert draw_picture_sigma(PictureNoise(), 0, 0, "key") == pytest.approx(0.047469926650842924, abs=1e-12)
+    experts = [(0.875, 1.0), (0.0, 0.875)]
+    drawn = [draw_expert(FlowConfig(flow_shift=5.0), 0, step, "s0.0", 1, experts) for step in range(8)]
+    assert drawn == [0, 1, 0, 0, 0, 0, 1, 0]
+
+
+def test_what_is_drawn_for_a_clip_beside_its_level_does_not_depend_on_the_level() -> None:
+    """All are uniform numbers of one clip in one step: of one stream they would go together."""
+    flow = FlowConfig(weighting_scheme="uniform", flow_shift=1.0, first_frame=0.5, first_frame_noise=1.0)
+    experts, steps = [(0.5, 1.0), (0.0, 0.5)], range(2000)
+    drawn = np.array(
+        [
+            [
+                draw_sigma(flow, 0, step, "clip", 1),
+                is_first_frame_given(flow, 0, step, "clip"),
+                draw_first_sigma(flow, 0, step, "clip", 1.0),
+                draw_frame_sigmas(flow, 0, step, "clip", 1, 1)[0],
+                draw_expert(flow, 0, step, "clip", 1, experts),
+                draw_picture_sigma(PictureNoise(), 0, step, "clip"),
+            ]
+            for step in steps
+        ]
+    )
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(6)).max() < 0.1
+
+
+def test_other_seeds_draw_other_levels_frames_and_noise() -> None:
+    flow = FlowConfig(first_frame=0.5, first_frame_noise=1.0)
+
+    def drawn(seed: int) -> list[list[object]]:
+        steps = range(16)
+        return [
+            [is_first_frame_given(flow, seed, step, "a") for step in steps],
+            [draw_first_sigma(flow, seed, step, "a", 1.0) for step in steps],
+            [draw_frame_sigmas(flow, seed, step, "a", 1, 3) for step in steps],
+            [draw_picture_sigma(PictureNoise(), seed, step, "a") for step in steps],
+            [draw_expert(flow, seed, step, "a", 1, [(0.5, 1.0), (0.0, 0.5)]) for step in steps],
+        ]
+
+    assert all(one != other for one, other in zip(drawn(0), drawn(1), strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["uniform", "logit_normal", "mode"])

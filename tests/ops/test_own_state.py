@@ -164,6 +164,20 @@ def test_an_average_that_is_switched_on_later_begins_with_the_weights() -> None:
     np.testing.assert_array_equal(own_shard(sync).arrays["ema"], first.arrays["master"])
 
 
+def test_a_worker_that_has_left_has_nothing_of_its_nodes_memory() -> None:
+    """Another generation writes there; nothing of this one may."""
+    model = copy.deepcopy(START).float()
+    total = sum(p.numel() for _, p in trainable(model))
+    home, first = Home(total), initial_shard(trainable(model), 0, total)
+    home.begin(1, [first])
+    sync = FlatSync(model, PLAIN, TOTAL_STEPS, places=placed(state="host"))
+    sync.form(Group.solo(), [home.held(first)], ShardBanks(home.memory, 1))
+    assert sync.state.in_banks
+    for _ in range(2):
+        sync.leave()
+        assert sync.state.arrays == {} and not sync.state.in_banks
+
+
 # -- processes that are killed -----------------------------------------------------------------------------------------
 
 

@@ -85,6 +85,20 @@ def test_each_expert_finds_a_d_of_its_own_and_one_that_saw_nothing_stays_as_it_i
         np.testing.assert_array_equal(array[slice(*left)], after.arrays[name][slice(*left)], err_msg=name)
 
 
+def test_the_rate_of_an_expert_is_corrected_by_its_own_updates() -> None:
+    """One that saw nothing in the first steps begins as if it were alone."""
+    config = replace(PLAIN, prodigy=ProdigyConfig(d0=1e-3, use_bias_correction=True))
+    late, alone = (formed(config, ("stem", "left", "right")) for _ in range(2))
+    train(late, 3, part_weights=[0.0, 0.0, 1.0])
+    for sync in (late, alone):
+        train(sync, 3, 3, part_weights=[0.0, 1.0, 0.0])
+    left = slice(*next((slot.lo, slot.hi) for slot in late.layout if slot.name == "left.weight"))
+    one, other = own_shard(late), own_shard(alone)
+    assert one.distances[1] == other.distances[1]
+    for name, array in one.arrays.items():
+        np.testing.assert_array_equal(array[left], other.arrays[name][left], err_msg=name)
+
+
 @pytest.mark.parametrize("seen", [0.0, 1.0])
 def test_without_a_gradient_or_a_rate_weights_and_d_stay(seen: float) -> None:
     sync = formed(replace(PLAIN, lr_scheduler="linear", lr_min_ratio=0.0, ema_decay=0.0))

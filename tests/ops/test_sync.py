@@ -751,6 +751,23 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
         np.testing.assert_array_equal(again.arrays[name], array)
 
 
+@pytest.mark.parametrize("config", [FULL, PRODIGY], ids=lambda config: config.kind)
+def test_what_is_trained_after_a_new_begin_is_what_was_trained_first(config: OptimizerConfig) -> None:
+    """All of a state was lost: nothing that was learned by it, as Prodigy's d, goes on."""
+    model, first = copy.deepcopy(START).float(), copy.deepcopy(START).float()
+    sync = FlatSync(model, config, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
+    found = []
+    for _ in range(2):
+        sync.form(Group.solo(), [initial_shard(trainable(first), 0, sync.total)])
+        for step in range(5):
+            sync.begin_step()
+            sum(sample_loss(model, index, step) for index in range(SAMPLES)).backward()
+            sync.finish_step(step, 1.0, SAMPLES, SAMPLES, lambda phase: None)
+        found.append((flat_weights(model), own_shard(sync).distances))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
     sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     arrays = {name: np.zeros(500, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}

@@ -711,6 +711,32 @@ def test_sizes_that_are_decided_before_a_prepared_feeder_starts_begin_nothing(cl
     assert begun == [0, 4, 6, 6] and planned(feeder, 6) == planned(started, 6)
 
 
+def test_what_a_cache_held_of_a_step_is_let_go_with_the_step(make: Callable[[], Feeder]) -> None:
+    """Of a long run it would be all encode results, in the object store."""
+    feeder = make()
+    fill(feeder, 3)
+    feeder.start(0)
+    for step in range(3):
+        feeder.batches(step)
+    feeder.release(1)
+    assert min(feeder._known) == 2
+
+
+def test_batches_of_other_sizes_are_decoded_on_no_node_that_is_avoided_either(clips: Path) -> None:
+    avoided: list[tuple[int, Sequence[str]]] = []
+
+    class Placed(Engine):
+        def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
+            super().start(first_step, avoid)
+            avoided.append((first_step, avoid))
+
+    engine_of: EngineOf = lambda dataset, config, needs_pixels: Placed(dataset, config, needs_pixels)  # noqa: E731
+    feeder = feeder_of(two_sources(clips), clips, engine_of=engine_of)
+    feeder.start(0, None, ("n2",))
+    feeder.resize({"from": 4, "sizes": {"1x64x96": 2, "9x64x96": 1}})
+    assert avoided == [(0, ("n2",)), (4, ("n2",))]
+
+
 @pytest.mark.parametrize(("feeders", "known"), [(1, True), (2, False)])
 def test_a_feeder_of_several_does_not_tell_its_memory(feeders: int, known: bool, clips: Path) -> None:
     """It is not renewed: the others would open their data while the run waits."""

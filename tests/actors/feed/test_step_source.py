@@ -16,7 +16,7 @@ from actors.records.events import FeederRenewed, RunEvent
 from actors.step import DataLost, DrawnItem, StepBatches, StepItems
 from data.errors import DataIOError, DataUnreachable
 from ops.geometry import Geometry
-from tests.actors.fakes import Handle, source_of
+from tests.actors.fakes import Handle, Remote, source_of
 
 
 def failing(error: Exception) -> Any:
@@ -394,3 +394,23 @@ def test_a_feeder_whose_successor_delivers_is_ended_by_its_process_where_it_is_f
         feeders.source.has(5)
     feeders.run(range(5, 6))
     assert feeders.killed == [feeders.made[0]] and ended == [("n", 0, "then")]
+
+
+def test_what_a_dead_feeder_has_delivered_is_asked_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pixels were lost with it, also those that the controller has taken already."""
+    feeders = Feeders(monkeypatch)
+    feeders.source.open(0)
+    feeders.run(range(3))
+    feeders.source.open(2)
+    assert feeders.source.data(2).batches == {"s2.0": (1, "batches", 2)}
+    assert feeders.asked(1, "batches") == [2]
+
+
+def test_a_position_before_the_step_that_a_feeder_begins_at_is_not_that_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feeders = Feeders(monkeypatch)
+    feeders.source.open(5, {"step": 3})
+    feeders.made[0].token = Remote(lambda step: (0, "token", step))
+    feeders.source.token(5)
+    assert feeders.asked(0, "token") == [5], "what the feeder has walked to, with its counts"

@@ -369,3 +369,48 @@ def test_sizes_that_lie_close_together_say_nothing_of_larger_ones(units: range, 
         needs.observe(Footprint(module="dit", kind="solo", units=number), peak)
     found = needs.gib(Footprint(module="dit", kind="solo", units=49000.0))
     assert found is not None and 0.999 <= found / truth.at(49000.0) <= 1 + off
+
+
+def test_a_cascade_that_has_run_at_the_limit_takes_it_away() -> None:
+    needs = Needs()
+    needs.exceed(found(100))
+    needs.observe(found(99), 1.0)
+    assert needs.limits == {found(1).line: 100}
+    needs.observe(found(100), 1.0)
+    assert needs.limits == {}
+
+
+def test_what_a_cascade_lacked_is_the_most_that_it_ever_did() -> None:
+    needs = Needs()
+    for missing_gib in (0.5, 2.0, 1.0)[:TRIES]:
+        needs.exceed(found(100), missing_gib)
+    assert needs.lacking_gib(found(100)) == 2.0
+
+
+def test_tries_of_the_dit_are_counted_anew_where_its_rows_count_otherwise() -> None:
+    needs = Needs(text_rows={"solo": 1.0, "bag": 1.0})
+    for _ in range(TRIES):
+        needs.exceed(found(100), 1.0)
+    assert not needs.may_try(found(100), 9.0)
+    needs.expect(Needs(text_rows={"solo": 2.0, "bag": 1.0}))
+    assert needs.may_try(found(100), 9.0) and needs.missing == {}
+
+
+def test_of_two_limits_that_are_known_the_stricter_one_counts() -> None:
+    now, before = Needs(), Needs()
+    now.exceed(found(100))
+    before.exceed(found(200))
+    now.take_up(before.known())
+    assert now.limits == {found(1).line: 100}
+
+
+def test_several_clips_at_the_size_at_which_memory_ran_out_are_no_last_try() -> None:
+    """Only a cascade that cannot be smaller may be tried once more."""
+    items, made = step([(17, 64, 64, 2)]), profile()
+    planned, cluster = plan(items, made, Cluster(nodes=(1,))), Cluster(nodes=(1,))
+    (trained,) = [one for one in planned.steps[0].cascades if one.module == "dit"]
+    assert trained.batch == 2
+    parts = [Samples.of_item(items[0], 2)]
+    made.needs.exceed(made.footprint("dit", parts, 1))
+    with pytest.raises(PlanError, match="units at which memory ran out"):
+        check(planned, [items], made, cluster)

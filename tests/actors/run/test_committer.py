@@ -388,6 +388,45 @@ def test_a_run_whose_storage_does_not_come_back_ends_with_its_error(clock: list[
     assert committer.committed == 6 and committer.num_open == 0
 
 
+def test_the_records_of_a_step_are_made_once_however_often_they_are_tried(clock: list[float]) -> None:
+    """Its seconds are those since the end of the step before it: made again, they would be those since its own."""
+    storage, made = Storage(), list[int]()
+    committer, told = committer_of(7, committed=6, listener=storage)
+    records = told.records
+    told.records = lambda done: (made.append(done.running.step), records(done))[1]
+    committer.settle((), quiet=False)
+    clock[0] += 2.0
+    storage.full = False
+    committer.settle((), quiet=False)
+    assert storage.tries == [7, 7] and storage.steps == [7] and made == [7]
+
+
+def test_keepers_that_were_given_the_shards_have_as_long_as_those_before_them(
+    ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each look would repair them once more, and eight repairs end the run."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    committer, told = waiting("a", patience_s=60.0)
+    told.repaired = ["c"]
+    for later, found in ((61, 1), (62, 1), (120, 1), (122, 2)):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        settle(committer)
+        assert len(repairs(told)) == found, later
+
+
+def test_where_the_newest_line_cannot_be_read_any_later_state_may_count() -> None:
+    class Unreadable(Listening):
+        def newest_line(self) -> tuple[int, int] | None:
+            raise OSError("Stale file handle")
+
+    committer, told = committer_of(committed=-1, listener=Unreadable())
+    told.standing = SimpleNamespace(committed=4)
+    with pytest.raises(OSError, match="Stale"):
+        committer.first()
+    assert committer.log == CommitLog(committed=4, unread=True)
+
+
 def test_what_a_recovery_makes_safe_is_committed_before_training_goes_on_from_it() -> None:
     committer, told = committer_of(5, 6, committed=4)
     finished = committer.log.finished

@@ -190,6 +190,30 @@ def test_a_write_cut_at_any_file_operation_leaves_the_previous_checkpoint_the_la
     assert latest(tmp_path) == step_folder(tmp_path, 2)
 
 
+def test_a_power_cut_leaves_complete_beside_whole_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is on disk before it has its name, and its name before the next file is begun, COMPLETE last."""
+    done: list[str] = []
+    fsync, replace, thread = os.fsync, os.replace, threading.get_ident()
+
+    def note(what: str) -> None:
+        if threading.get_ident() == thread:  # and not one that an earlier test has left
+            done.append(what)
+
+    def synced(file: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{file}")).name
+        note(f"{'bytes' if name.endswith('.part') else name} on disk")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: (note(f"{Path(b).name} named"), replace(a, b))[1])
+    begin(folder := step_folder(tmp_path, 5))
+    assert done == [f"{tmp_path.name} on disk"], "the folder itself"
+    file = write_shard(folder, state())
+    seal(folder, {"step": 5}, files=[file])
+    names = [file.name, "meta.json", COMPLETE]
+    assert done[1:] == [what for name in names for what in ("bytes on disk", f"{name} named", f"{folder.name} on disk")]
+
+
 def test_a_checkpoint_with_a_file_cut_at_any_length_is_not_chosen(tmp_path: Path) -> None:
     previous, torn = write(tmp_path, 1), write(tmp_path, 2)
     for path in sorted(torn.iterdir()):

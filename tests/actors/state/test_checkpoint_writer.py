@@ -540,3 +540,31 @@ def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_worker
     monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: (references, []))
     assert state.keep_last([seat], commits) == 8
     assert asked == ([] if kept else [8]), "workers may be slow to answer: only where they are needed"
+
+
+def test_an_attempt_that_was_given_up_takes_the_last_state_of_the_same_step_not_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files lie in the folder of that attempt, without COMPLETE until the steps are counted."""
+    now, folder = time.monotonic(), folder_of(tmp_path, 9)
+    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, 1, [ALL], seal=False)
+    tasks = Tasks(monkeypatch)
+    monkeypatch.setattr(ray, "cancel", lambda reference, force: None)
+    writer = writer_of(tmp_path)
+    save(writer, 9)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3700)
+    writer.poll()
+    assert writer.steps == []
+    tasks.results[1] = unsealed
+    tasks.done.add(1)
+    assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
+    writer.seal_last()
+    assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [folder] and not checkpoint.damage(folder)
+
+
+def test_workers_without_a_part_of_the_state_are_no_reason_not_to_write_it(tmp_path: Path) -> None:
+    """More of them than cache lines: the last ranges are empty."""
+    bounds = shard_bounds(TOTAL, 50)
+    assert bounds[-1] == (TOTAL, TOTAL)
+    folder = write(tmp_path, 5, Holding(*bounds).handle)
+    assert not checkpoint.damage(folder)

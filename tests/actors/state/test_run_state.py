@@ -481,3 +481,35 @@ def test_where_a_nodes_memory_went_with_its_keeper_the_generation_is_lost() -> N
         stuck = StuckCommit(why="k")
         state_of(keepers=keepers, model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6), ())
     assert (lost.value.failures.dead, list(lost.value.failures.failed)) == ([], ["w1"])
+
+
+def test_where_it_cannot_be_asked_what_keepers_hold_they_stay() -> None:
+    """The end of a run whose newest line is later than what it knows to be committed."""
+
+    class Lost(KeepersHere):
+        def inventories(self, patience_s: float, is_enough: Any) -> Any:
+            raise ray.exceptions.RaySystemError("the head node is gone")
+
+    keepers = Lost()
+    state = state_of(keepers=keepers, model=MODEL)
+    with pytest.raises(ray.exceptions.RaySystemError):
+        state.keep_last((), CommitLog(committed=-1, recorded=(7, 3)))
+    assert not state.free_memory(-1) and keepers.told == [], "they may hold step 7"
+
+
+def test_a_keeper_that_was_silent_once_keeps_no_later_end_from_its_checkpoint() -> None:
+    keepers, writer = KeepersHere(a=[held(6)]), Writing()
+    state = state_of(keepers=keepers, writer=writer, model=MODEL)
+    keepers.silent = ("k",)
+    assert state.recover(CommitLog(committed=6, finished=(collected(7, 3),))).step == 6
+    keepers.silent = ()
+    assert state.keep_last((), CommitLog(committed=6)) == 6 and writer.saved == [6]
+
+
+def test_a_checkpoint_that_is_being_written_at_the_end_is_waited_for(tmp_path: Path) -> None:
+    class Late(Writing):
+        def wait(self, look: Any = lambda: None) -> None:
+            write_checkpoint(tmp_path, 6, {})
+
+    state = state_of(run_dir=tmp_path, keepers=KeepersHere(a=[held(6)]), writer=Late(writes=False), model=MODEL)
+    assert state.keep_last((), CommitLog(committed=6)) == 6

@@ -128,6 +128,34 @@ def test_what_a_generation_is_about_to_take_up_is_not_given_up_for_a_checkpoint(
     assert steps(book) == {0: 1} and book.order == BankOrder(generation=2, step=1, held=0, next=1)
 
 
+def test_a_shard_of_the_version_that_was_given_up_takes_no_bank_from_the_next_one() -> None:
+    """A repair has the newest shards held once more."""
+    book = begun()
+    advance(book, 0)
+    book.pin([0])
+    advance(book, 1, has_room=False)
+    assert book.base is None
+    assert not book.add(shard(1)) and book.bank_for(2, 1) == 0
+
+
+def test_of_two_versions_whose_checkpoints_are_written_the_newest_stays_where_there_is_no_room_for_both() -> None:
+    """That of a run's last step begins while an earlier one is being written: that one is written of a later step."""
+    book = begun()
+    advance(book, 0)
+    book.pin([0, 1])
+    assert advance(book, 1, has_room=False) == BankOrder(generation=1, step=1, held=0, next=1)
+    assert steps(book) == {0: 1}
+
+
+def test_a_checkpoint_of_a_later_step_keeps_no_version_that_a_generation_computes_anew() -> None:
+    book = begun()
+    advance(book, 0)
+    advance(book, 1)
+    book.pin([1])
+    book.begin(2, 0, 1, room)  # all of step 1 was lost elsewhere
+    assert steps(book) == {0: 0}
+
+
 def test_a_keeper_that_holds_nothing_of_a_step_lets_older_ones_go_too() -> None:
     book = begun()
     advance(book, 0)

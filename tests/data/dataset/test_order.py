@@ -307,6 +307,77 @@ def test_a_samples_random_numbers_are_its_own_and_uniform() -> None:
     assert uniform(7, 0, 1, 5, 0) == numbers[5] != uniform(7, 0, 2, 5, 0)
 
 
+def test_the_order_is_the_same_in_every_release() -> None:
+    """A token says how far a run is in it, and not which rows came: a change must be a decision."""
+    sources = [population([0] * 6), population([0, 1] * 4, name="others")]
+    mixed = stage(
+        weights=(0.25, 0.75),
+        choices=((choice(SMALL, 0.6), choice(LARGE)), (choice(LARGE),), (choice(RARE),)),
+        batch={SMALL: 2, LARGE: 2, RARE: 2},
+    )
+    planner = SampleOrder(sources, [mixed], 0)
+    steps = run(planner, planner.start(), 4)
+    assert [(source, row) for source, _, row in rows_of(steps)] == [
+        (1, 7), (0, 1), (1, 6), (1, 3), (1, 4), (0, 5), (1, 2), (1, 5), (1, 1), (1, 0), (1, 7), (1, 3), (0, 0), (0, 4),
+        (1, 4), (1, 6),
+    ]  # fmt: skip
+    assert [micro.bucket.frames for micros in steps for micro in micros] == [17, 17, 1, 17, 17, 17, 1, 1]
+    assert uniform(1, 2, 3, 4, 5) == pytest.approx(0.08414241387912047, abs=1e-15)
+
+
+def test_every_source_epoch_and_window_has_an_order_of_its_own() -> None:
+    planner = SampleOrder(
+        [population([0] * 60, shards=6, window=3), population([0] * 60, shards=6, window=3, name="twin")],
+        [stage(weights=(0.5, 0.5))],
+        0,
+    )
+    rows = rows_of(run(planner, planner.start(), 60))
+    ranks = {
+        (source, epoch, window): np.argsort(
+            [r for s, e, r in rows if (s, e) == (source, epoch)][window * 30 : window * 30 + 30]
+        ).tolist()
+        for source in (0, 1)
+        for epoch in (0, 1)
+        for window in (0, 1)
+    }
+    assert len(set(map(tuple, ranks.values()))) == len(ranks)
+
+
+def test_a_samples_random_numbers_are_of_its_source_and_use_too() -> None:
+    own = uniform(7, 0, 1, 5, 0)
+    assert own not in {uniform(8, 0, 1, 5, 0), uniform(7, 1, 1, 5, 0), uniform(7, 0, 1, 5, 1)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"by_tokens": True}, {"weights": (0.5,)}, {"items_per_step": 3}, {"max_wait": 9}, {"settings": "other"},
+        {"batch": {SMALL: 6, LARGE: 3, RARE: 4}},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_a_token_of_a_segment_that_draws_otherwise_is_refused(change: dict[str, object]) -> None:
+    rows = [population([0, 1, 2] * 5)]
+    planner = SampleOrder(rows, [stage()], 0)
+    with pytest.raises(DataError, match="buckets changed since"):
+        SampleOrder(rows, [stage(**change)], 0).restore(planner.token(planner.start()))
+
+
+def test_a_mixture_by_tokens_begins_anew_with_its_segment() -> None:
+    """It does not make up for what another segment has drawn."""
+    sources = [population([0] * 50), population([2] * 50, name="long")]
+    one = {"batch": {SMALL: 1, LARGE: 1, RARE: 1}, "items_per_step": 1, "by_tokens": True}
+    late = stage(weights=(0.5, 0.5), **one)
+    both, alone = (
+        SampleOrder(sources, [stage(until_step=40, weights=(0.1, 0.9), **one), late], 0),
+        SampleOrder(sources, [late], 0),
+    )
+    state = both.start()
+    run(both, state, 40)
+    drawn = [[source for source, _, _ in rows_of(run(*of, 60))] for of in ((both, state), (alone, alone.start()))]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 2
+
+
 # Sizes decided while a run goes on
 
 

@@ -71,6 +71,33 @@ def test_many_waiting_rows_are_held_for_fewer_steps() -> None:
     assert len(run(300, waiting=MOST_WAITING)[1]._recent) == FEWEST_RECENT
 
 
+@pytest.mark.parametrize("again_from", [300, 990], ids=["far back", "a recent one"])
+def test_what_is_planned_anew_is_found_from_no_position_of_before(again_from: int) -> None:
+    """Neither by the tokens of later steps nor by where the last walk ended."""
+
+    class Sized(Plan):
+        size = 1
+
+        def advance(self, state: OrderState) -> None:
+            super().advance(state)
+            state.drawn += self.size
+
+        def token(self, state: OrderState) -> dict[str, Any]:
+            return {"step": state.step, "drawn": state.drawn}
+
+        def restore(self, token: dict[str, Any]) -> OrderState:
+            state = at(token["step"])
+            state.drawn = token["drawn"]
+            return state
+
+    plan: Any = Sized()
+    positions = Positions(plan, at(0), recent=0)
+    assert positions.at(1000).drawn == 1000
+    positions.forget_after(again_from)
+    plan.size = 2
+    assert positions.at(1000).drawn == again_from + 2 * (1000 - again_from)
+
+
 def test_before_the_first_there_is_nothing() -> None:
     plan: Any = Plan()
     with pytest.raises(DataError, match="lies before step 7"):
