@@ -52,7 +52,8 @@ class WorkersConfig:
     # tensors of every worker counted.
     memory_gib: float = 0.0
     # Below `min` for longer than this: checkpoint and stop with exit code 75. It does not run while workers load that
-    # would make enough. A process that is not heard of has three quarters of it while it runs.
+    # would make enough, unless storage has kept others from it since one has loaded. A process that is not heard of has
+    # three quarters of it while it runs.
     wait_s: float = 300.0
     heartbeat_s: float = 0.5  # seconds between a worker's signs of life
     # A worker that loads its modules for longer hangs, and is given up, as is one whose process is not heard of for so

@@ -453,6 +453,34 @@ def test_patience_for_too_few_workers_does_not_run_while_enough_load() -> None:
     assert [fail.code for fail in of(Failure, pool.see(Tick(), after=1))] == [75]
 
 
+UNANSWERED = Shortfall(count=1, failed=FailedStart(worker="w0", why="OSError: Stale file handle", passes=True))
+
+
+def load_in_vain(pool: Pool) -> list[Failure]:
+    """Two workers begin to load, which storage keeps from it after a while."""
+    pool.see(Loading(count=2), after=2)
+    return of(Failure, pool.see_at_once(UNANSWERED, UNANSWERED, Loading(count=0), after=38))
+
+
+def test_a_run_whose_storage_stays_away_ends_though_each_new_try_loads_for_a_while() -> None:
+    """The patience for too few workers began anew with each of them, as they would have been enough."""
+    pool = Pool()
+    pool.see(Tick())
+    assert load_in_vain(pool) + load_in_vain(pool) == []
+    assert of(Failure, pool.see_at_once(Loading(count=3), UNANSWERED, after=20)) == []
+    assert of(Failure, pool.see(Tick(), after=10)) == [], "two load that may be enough"
+    assert [fail.code for fail in of(Failure, pool.see_at_once(Loading(count=2), UNANSWERED, after=1))] == [75]
+
+
+def test_once_storage_is_back_workers_may_load_for_as_long_as_they_need() -> None:
+    pool = Pool()
+    pool.see(Tick())
+    load_in_vain(pool)
+    assert of(Failure, pool.see(Loading(count=2), Tick(), after=1800)) == []
+    pool.see(Arrival(worker=0, node="n0"), loaded(0))
+    assert of(Failure, pool.see(Loading(count=1), UNANSWERED, after=50)) == [], "its patience is whole again"
+
+
 def test_late_report_about_an_old_generation_is_ignored() -> None:
     pool = Pool().run(0, 1, 2)
     pool.see(Death(worker=2), RecoveredWorker(worker=0), RecoveredWorker(worker=1))
