@@ -462,6 +462,8 @@ class RunState:
         if world and recovery.step < commits.newest:  # they may be slow to answer
             self.take_over(world, commits.newest)
             recovery = self._find(commits, until)
+        if not self._silent:  # who has not answered holds nothing newer that counts
+            self._counted = min(self._counted, commits.wanted)
         step, found = recovery.step, recovery.origin
         if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(step)):
             return step
@@ -492,9 +494,9 @@ class RunState:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _counted_in_keepers(self, commits: CommitLog) -> int:
-        """The newest step that may count and that keepers hold whole, though they were not told; -1: none. Storage is
-        not asked: it may be what has ended the run."""
+    def _counted_in_keepers(self, commits: CommitLog) -> float:
+        """The newest step that may count and that keepers hold whole, though they were not told; -1: none, inf: who
+        has not answered may hold one. Storage is not asked: it may be what has ended the run."""
         if commits.recorded is None and not commits.unread:
             return -1
 
@@ -503,7 +505,8 @@ class RunState:
             return found[0] if found is not None else -1
 
         patience_s = self._config.snapshot.patience_s
-        return newest(self.keepers.inventories(patience_s, lambda found: newest(found) >= commits.wanted))
+        found = newest(self.keepers.inventories(patience_s, lambda found: newest(found) >= commits.wanted))
+        return math.inf if self.keepers.silent and found < commits.wanted else found
 
     @cached_property
     def _parameters(self) -> list[ParameterMeta]:

@@ -414,6 +414,41 @@ def test_keepers_are_waited_for_until_they_give_the_step_of_the_newest_line_of_m
         assert state.keep_last((), CommitLog(committed=100, recorded=recorded)) == step
 
 
+@pytest.mark.parametrize(
+    ("on_disk", "recorded", "answers", "frees"),
+    [(100, (137, 3), False, False), (100, (100, 3), False, True), (100, None, False, True), (137, (137, 3), True, True)],
+    ids=["it may hold later steps", "all that counts is on disk", "no step is in doubt", "storage has answered"],
+)
+def test_where_storage_ends_the_run_a_silent_keeper_that_may_hold_more_stays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_disk: int,
+    recorded: tuple[int, int] | None,
+    answers: bool,
+    frees: bool,
+) -> None:
+    """Its silence was taken for having nothing: it was ended with the 37 steps that it held alone, as soon as storage
+    answered again."""
+    write_checkpoint(tmp_path, on_disk, {})
+    keepers = KeepersHere(Standing(committed=100), a=[held(100)] if recorded == (100, 3) else [])
+    state = state_of(tmp_path, keepers=keepers, model=MODEL)
+    keepers.silent = ("keeper b",)
+    commits = CommitLog(committed=100, recorded=recorded)
+
+    def away(until: float = math.inf) -> tuple[int, Path] | None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host", str(tmp_path))
+
+    with monkeypatch.context() as lost:
+        if answers:
+            assert state.keep_last((), commits) == on_disk
+        else:
+            lost.setattr(state, "on_disk", away)
+            with pytest.raises(OSError, match="No route to host"):
+                state.keep_last((), commits)
+    assert state.free_memory(100) == frees and keepers.told == ([("close",)] if frees else [])
+    assert frees or state.newest_in_memory(100) == 100, "nobody knows of a later one"
+
+
 def test_finished_steps_that_are_found_to_be_held_are_committed_on_the_way() -> None:
     keepers = KeepersHere(a=[held(7)])
     state = state_of(keepers=keepers)
