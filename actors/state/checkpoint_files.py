@@ -87,11 +87,16 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def begin(folder: Path) -> bool:
-    """Make an empty folder for a checkpoint. False when a whole one is already there: nothing is to be written."""
-    if is_complete(folder) and not damage(folder):
-        return False
+    """Make an empty folder for a checkpoint. False when a whole one is already there: nothing is to be written. One
+    that this user may not read is none: a run that had to pass over it, and has come to its step again, writes its own.
+    """
+    try:
+        if is_complete(folder) and not damage(folder):
+            return False
+    except PermissionError as error:
+        log.warning("%s: %s", folder, error)
     if folder.exists():
-        log.warning("%s: removing an incomplete or damaged checkpoint", folder)
+        log.warning("%s: removing a checkpoint that is incomplete, damaged or not to be read", folder)
         (folder / COMPLETE).unlink(missing_ok=True)
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

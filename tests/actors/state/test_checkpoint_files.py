@@ -504,16 +504,36 @@ def test_a_first_state_that_may_not_be_read_any_more_is_as_one_that_is_gone(
     """A worker asks for its checksum, though a run with a state reads nothing of it: each ended at its start."""
     folder = write(tmp_path, 9)
     assert checksum_or_gone(folder) == checksum(folder) != GONE
+    refuse(monkeypatch, folder / COMPLETE)
+    assert checksum_or_gone(folder) == GONE
+
+
+@pytest.mark.parametrize("name", [COMPLETE, "shard-0-1003.safetensors"])
+def test_a_step_whose_checkpoint_may_not_be_read_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A run that passed over it and came to its step again wrote none of it, at each attempt."""
+    folder = write(tmp_path, 9, size=1)
+    with monkeypatch.context() as another:
+        refuse(another, folder / name)
+        with pytest.raises(PermissionError):
+            damage(folder)
+        assert begin(folder) and list(folder.iterdir()) == []
+    write(tmp_path, 9)
+    assert not damage(folder)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """A file of somebody else, which this user may not read."""
     opened = open
 
     def given(name: Any, *more: Any, **named: Any) -> Any:
-        if Path(name) == folder / COMPLETE:
+        if name == path or name == str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(name))
         return opened(name, *more, **named)
 
     monkeypatch.setattr("builtins.open", given)
     monkeypatch.setattr("io.open", given)
-    assert checksum_or_gone(folder) == GONE
 
 
 @pytest.mark.parametrize("asked", ["size", "bytes"])
