@@ -176,7 +176,7 @@ class FirstWeights:
     def source(self, dit: nn.Module, config: DiTConfig) -> Callable[[int, int], ShardState]:
         """State of any range of the flat vector; read or drawn again, once, where the DiT was trained, or rounded
         them. A checkpoint is read when the first range is asked for; that raises FirstStateLost where it is not
-        whole."""
+        whole, or not this user's to read."""
         if self._train.init_from:
             return self._learned(Path(self._train.init_from))
         named = trainable(dit)
@@ -199,11 +199,12 @@ class FirstWeights:
             if not whole:  # a run that has a state asks for none, and the checkpoint may be gone by then
                 try:
                     whole.extend(load(checkpoint)[1])
-                except CheckpointError as error:
+                except (CheckpointError, PermissionError) as error:
                     raise FirstStateLost(
-                        f"train.init_from: {error} The run has no state of its own to go on from, neither a checkpoint "
-                        f"nor a whole snapshot, so the steps that it has taken are lost. Put that checkpoint back and "
-                        f"--resume, or begin anew with another one (--overwrite)."
+                        f"train.init_from: {str(error).removesuffix('.')}. The run has no state of its own to go on "
+                        f"from, neither a checkpoint nor a whole snapshot, so the steps that it has taken are lost. "
+                        f"Put that checkpoint back, so that it can be read, and --resume, or begin anew with another "
+                        f"one (--overwrite)."
                     ) from None
             found = cut(whole, lo, hi)
             if self._train.init_moments:

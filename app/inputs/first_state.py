@@ -43,9 +43,14 @@ def with_first_state(config: RunConfig, folder: Path | None = None) -> tuple[Run
             f"train.init_from {given} lies in the folder of this very run, which begins empty. Give the run another "
             f"run.name."
         )
-    if checkpoint == Path(given) and (why := damage(checkpoint)):  # one that was looked for is whole
-        raise ConfigError(f"train.init_from {checkpoint} is damaged: {why}. Use another checkpoint of the run.")
-    parts = _checked(config, checkpoint)
+    try:
+        if checkpoint == Path(given) and (why := damage(checkpoint)):  # one that was looked for is whole
+            raise ConfigError(f"train.init_from {checkpoint} is damaged: {why}. Use another checkpoint of the run.")
+        parts = _checked(config, checkpoint)
+    except PermissionError as error:
+        raise ConfigError(
+            f"train.init_from {checkpoint} cannot be read: {error}. Have it readable, or use another checkpoint."
+        ) from None
     config = replace(config, train=replace(config.train, init_from=str(checkpoint)))
     return config, f"step 0 begins with the {parts} of {checkpoint}, after {counted(steps_of(checkpoint), 'step')}"
 

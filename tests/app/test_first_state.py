@@ -12,7 +12,7 @@ import pytest
 
 from actors.config import TrainConfig
 from actors.state import checkpoint_files
-from actors.state.checkpoint_files import checksum, load
+from actors.state.checkpoint_files import FirstStateLost, checksum, load
 from actors.worker.loading import FirstWeights
 from app.inputs.first_state import with_first_state
 from app.settings.config import RunConfig, check
@@ -22,6 +22,7 @@ from ops.models.folders import resolve
 from ops.models.load import build_dit
 from ops.shards import Distance, ShardState, cut, state_names
 from ops.typed import ConfigError
+from tests.actors.state.test_checkpoint_files import refuse
 from tests.app.test_sample import tiny_run
 
 Change = dict[str, object]
@@ -226,6 +227,28 @@ def test_what_is_not_there_damaged_or_of_this_very_run_is_refused(here: Path) ->
         ConfigError, match=r"lora_from factors\.safetensors and train\.init_from .* leave one of them out"
     ):
         check(both)
+
+
+@pytest.mark.parametrize(("given", "name"), [("a", "COMPLETE"), ("a", "shard-*"), ("a/checkpoints/step-3", "shard-*")])
+def test_what_may_not_be_read_is_refused_before_the_start(
+    here: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
+) -> None:
+    config = tiny_run()
+    folder = write_checkpoint(here / "a", config)
+    refuse(monkeypatch, next(folder.glob(name)))
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied: .*Have it readable, or "):
+        with_first_state(of(config, init_from=str(here / given)))
+
+
+def test_a_first_state_that_may_not_be_read_later_is_lost_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run ended with "4 generations broke in a row"."""
+    config = tiny_run()
+    folder = write_checkpoint(here / "a", config)
+    model = resolve(config.model)[0].dit
+    first = FirstWeights(of(config, init_from=str(folder)).train).source(build_dit(model, 0), model)
+    refuse(monkeypatch, next(folder.glob("shard-*")))
+    with pytest.raises(FirstStateLost, match=r"init_from: .*Permission denied: '.*'\. The run .* are lost\."):
+        first(0, 10)
 
 
 def test_a_resume_keeps_the_checkpoint_that_its_run_began_with(here: Path) -> None:
