@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.plan.devices import device_speed, nearest_device
+from actors.plan.devices import ProductPrecision, device_speed, nearest_device
 from actors.plan.types import MOST_GPUS, Cluster, PlanError, places_in
 from app.settings.config import RunConfig
 from ops.ranges import between, check_numbers
@@ -105,12 +105,13 @@ class ClusterFile:
             return list(self.speed.items())
         return [(str(worker), factor) for worker, factor in enumerate(self.speed)]
 
-    def cluster(self) -> Cluster:
+    def cluster(self, precision: ProductPrecision = "bfloat16") -> Cluster:
+        """With devices as fast as their products in this precision, in which plans take the slowest of them."""
         tables = [device_speed(name) for name in self.devices]
         known = [table for table in tables if table is not None]
-        slowest = min((table.bf16_tflops for table in known), default=0.0)
+        slowest = min((table.peak_tflops(precision) for table in known), default=0.0)
         speeds = [
-            table.bf16_tflops / slowest if table and not self.speed else 1.0
+            table.peak_tflops(precision) / slowest if table and not self.speed else 1.0
             for table, count in zip(tables, self.counts, strict=True)
             for _ in range(count)
         ]
@@ -131,7 +132,9 @@ class ClusterFile:
 
 def cluster_of(config: RunConfig) -> Cluster:
     """What a preview plans for: `workers.cluster`, else one node of `workers.max`. Raises ConfigError."""
-    return read_cluster(config.workers.cluster) if config.workers.cluster else Cluster(nodes=(config.workers.max,))
+    if not config.workers.cluster:
+        return Cluster(nodes=(config.workers.max,))
+    return read_cluster(config.workers.cluster, config.train.products)
 
 
 def given_cluster(config: RunConfig) -> Cluster | None:
@@ -139,7 +142,7 @@ def given_cluster(config: RunConfig) -> Cluster | None:
     `workers.max`."""
     if not config.workers.cluster:
         return None
-    found = read_cluster(config.workers.cluster)
+    found = read_cluster(config.workers.cluster, config.train.products)
     if config.workers.max > found.num_workers:
         raise ConfigError(
             f"workers.max is {config.workers.max}, and workers.cluster {config.workers.cluster} has "
@@ -148,8 +151,8 @@ def given_cluster(config: RunConfig) -> Cluster | None:
     return found
 
 
-def read_cluster(spec: str) -> Cluster:
-    """`2x8`, or a YAML file. Raises ConfigError."""
+def read_cluster(spec: str, precision: ProductPrecision = "bfloat16") -> Cluster:
+    """`2x8`, or a YAML file, of GPUs that multiply in this precision. Raises ConfigError."""
     path = Path(spec)
     if path.suffix not in (".yaml", ".yml"):
         try:
@@ -162,4 +165,4 @@ def read_cluster(spec: str) -> Cluster:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"cluster file {path} is not UTF-8 text.") from None
-    return build(ClusterFile, parse(text, path.name)).cluster()
+    return build(ClusterFile, parse(text, path.name)).cluster(precision)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.config import TrainConfig
+from actors.plan.devices import device_speed
 from actors.plan.types import Cascade, Cluster, Item, Part, Plan, PlanError, StepPlan
 from app.cli import main
-from app.inputs.cluster import read_cluster
+from app.inputs.cluster import cluster_of, given_cluster, read_cluster
 from app.inputs.items import bucket_shares
 from app.inputs.workload import read_workload
 from app.plan.pictures import write_gantt
+from app.settings.config import RunConfig
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -327,6 +331,30 @@ def test_a_cluster_file_names_its_devices_and_a_number_of_its_own_wins(tmp_path:
     found = read_cluster(str(path))
     assert (found.device, found.memory_gib) == ("NVIDIA A100-SXM4-40GB+NVIDIA H100 80GB HBM3", 39.3)
     assert found.speed == (pytest.approx(989.4 / 312), 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("train", "peaks"),
+    [
+        (TrainConfig(autocast="bfloat16"), (312.0, 121.0, 65.0)),
+        (TrainConfig(tf32="on"), (156.0, 60.5, 8.1)),
+        (TrainConfig(tf32="off"), (19.5, 30.3, 8.1)),
+    ],
+    ids=lambda one: one.products if isinstance(one, TrainConfig) else "",
+)
+def test_devices_that_differ_are_planned_each_at_its_own_peak(
+    tmp_path: Path, train: TrainConfig, peaks: tuple[float, ...]
+) -> None:
+    """In fp32 an L4 was planned at the A100's 19.5 TFLOP/s, and the A100 at 50.3: its speed was that of bf16."""
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes: [1, 1, 1]\ndevice: [NVIDIA A100-SXM4-40GB, NVIDIA L4, Tesla T4]\n")
+    config = replace(RunConfig.load(DEMO, [f"workers.cluster={path}", "workers.max=3"]), train=train)
+    for cluster in (cluster_of(config), given_cluster(config)):
+        assert cluster is not None
+        slowest = device_speed(cluster.device, precision=train.products)
+        assert slowest is not None
+        planned = [speed * slowest.peak_tflops(train.products) for speed in cluster.speed]
+        assert planned == pytest.approx(peaks)
 
 
 def test_a_plan_counts_on_the_devices_of_its_cluster_file(
