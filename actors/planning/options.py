@@ -75,16 +75,17 @@ def profile_of(
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
         profile.text_cost, profile.tiling = text_cost(model.dit), tiling_of(model.vae)
+        priced = _device_of(device or profile.device)
         if missing := [module for module in MODULES if not profile.has(module)]:  # from a cache, or stopped early
-            guessed = flop_profile(model, geometry, device or profile.device, measured, train)
+            guessed = flop_profile(model, geometry, priced, measured, train)
             profile.models |= {module: guessed.models[module] for module in missing}
             if profile.extrapolate:  # else a plan that needs them raises PlanError
                 without = f"{config.profile} has no point of {' and '.join(missing)}"
                 profile.notes += [f"{without}: the FLOP model is taken.", *guessed.notes]
         if "dit" not in missing:
-            profile.proportions = _proportions(model, geometry, device or profile.device, measured, train)
+            profile.proportions = _proportions(model, geometry, priced, measured, train)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
-            assumed = flop_profile(model, geometry, device, measured, train)
+            assumed = flop_profile(model, geometry, priced, measured, train)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         profile.halved = HalvedHeads.of(model.dit, profile.device)
         sends = profile.element_bytes if train is None else train.element_bytes
@@ -215,11 +216,14 @@ def _proportions(
     train: TrainConfig | None,
 ) -> Fit:
     """The FLOP model of a transformer whose level points set: a GPU that nobody knows is not timed for it."""
-    if device.upper().startswith("CPU"):  # as files name it, with its processor
-        device = "cpu"
-    elif device and device_speed(device, measured) is None:
+    if device not in ("", "cpu") and device_speed(device, measured) is None:
         device = _ASSUMED
     return flop_profile(model, geometry, device, measured, train).models["dit"]
+
+
+def _device_of(name: str) -> str:
+    """As `flop_profile` takes it; of a CPU files name the processor, too."""
+    return "cpu" if name.upper().startswith("CPU") else name
 
 
 def assumption(device: str) -> str:

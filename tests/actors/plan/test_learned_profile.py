@@ -250,6 +250,17 @@ def test_of_an_unknown_gpu_it_is_said_whose_flops_are_taken_for_modules_without_
     assert assumption("Some GPU") not in known.notes and any("Some GPU 300 TFLOP/s" in note for note in known.notes)
 
 
+def test_a_profile_of_a_cpu_without_points_of_encoders_is_priced_as_a_cpu(tmp_path: Path) -> None:
+    """Where no device is said, as in a plan, the processor's name was taken for a GPU that is in no table."""
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"device": "CPU x86_64", "latency": [POINT | {"degree": 1}]}))
+    planned, run = (profile_of(PlannerConfig(profile=str(path)), MODEL, Geometry(), name) for name in ("", "cpu"))
+    assert planned.notes == run.notes and not any("H100" in note for note in planned.notes)
+    for module in ("text", "vae", "dit"):
+        clip = Samples.of(1, CLIP)
+        assert planned.price(module, clip, 1) == run.price(module, clip, 1), module
+
+
 def test_of_a_profile_that_forbids_other_shapes_no_flop_model_is_told(tmp_path: Path) -> None:
     """The note said that it is taken, and the plan that there is no degree for text."""
     path = tmp_path / "p.json"
