@@ -65,37 +65,39 @@ def profile_of(
     train: TrainConfig | None = None,
     measured: Mapping[str, float] | None = None,
     gpus: int = 1,
+    part: TrainedPart | None = None,
 ) -> Profile:
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
     Raises PlanError for a bad file, and for one that was measured in another setting, as far as `device` and `train`
     are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name. `gpus` of a node, which copy weights
     from its memory where `train` says that these lie there; where `auto` has them lie, `tell_fetched` adds later, and
-    in a run the planner, generation by generation (`copies_if_fetched`)."""
+    in a run the planner, generation by generation (`copies_if_fetched`). `part`: what is trained (None: what the
+    model's settings say, for which a model of 14B is looked at for seconds)."""
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
         profile.text_cost, profile.tiling = text_cost(model.dit), tiling_of(model.vae)
-        priced = _device_of(device or profile.device)
+        priced, part = _device_of(device or profile.device), part or trained_part(model.dit)
         if missing := [module for module in MODULES if not profile.has(module)]:  # from a cache, or stopped early
-            guessed = flop_profile(model, geometry, priced, measured, train)
+            guessed = flop_profile(model, geometry, priced, measured, train, part)
             profile.models |= {module: guessed.models[module] for module in missing}
             if profile.extrapolate:  # else a plan that needs them raises PlanError
                 without = f"{config.profile} has no point of {' and '.join(missing)}"
                 profile.notes += [f"{without}: the FLOP model is taken.", *guessed.notes]
         if "dit" not in missing:
-            profile.proportions = _proportions(model, geometry, priced, measured, train)
+            profile.proportions = _proportions(model, geometry, priced, measured, train, part)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
-            assumed = flop_profile(model, geometry, priced, measured, train)
+            assumed = flop_profile(model, geometry, priced, measured, train, part)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         profile.halved = HalvedHeads.of(model.dit, profile.device)
         sends = profile.element_bytes if train is None else train.element_bytes
         profile.exchange_s *= sends / profile.element_bytes  # of a file that does not say in what it was measured
         profile.element_bytes = sends
-        profile.row_bytes = exchange_seconds(model.dit, 1.0, sends, trained_part(model.dit))
+        profile.row_bytes = exchange_seconds(model.dit, 1.0, sends, part)
         profile.latent_channels = model.dit.out_channels
         degrees = profile.candidate_degrees("dit")
     else:
-        profile = flop_profile(model, geometry, device, measured, train)
+        profile = flop_profile(model, geometry, device, measured, train, part)
         usual = profile.candidate_degrees("dit")
         degrees = (
             *usual,
@@ -214,11 +216,12 @@ def _proportions(
     device: str,
     measured: Mapping[str, float] | None,
     train: TrainConfig | None,
+    part: TrainedPart,
 ) -> Fit:
     """The FLOP model of a transformer whose level points set: a GPU that nobody knows is not timed for it."""
     if device not in ("", "cpu") and device_speed(device, measured) is None:
         device = _ASSUMED
-    return flop_profile(model, geometry, device, measured, train).models["dit"]
+    return flop_profile(model, geometry, device, measured, train, part).models["dit"]
 
 
 def _device_of(name: str) -> str:

@@ -60,6 +60,7 @@ from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
 from data.cache import kept_kinds
 from ops.geometry import Geometry
+from ops.models.base.flops import TrainedPart
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 from ops.models.load import check_factors, trained_part
@@ -87,7 +88,8 @@ def start_controller(
     monitor = start_monitor(run)
     device = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
     spared = Spared.of(config.data.cache, beside=asides.encoders if asides is not None else ())
-    training = _Training(config=config, model=model, geometry=geometry, device=device, spared=spared)
+    part = trained_part(model.dit)
+    training = _Training(config=config, model=model, geometry=geometry, device=device, part=part, spared=spared)
     costs = training.costs(profile, events)
     pool = RayPool(run, training.worker_settings(costs), monitor, worker_class)
     shortage = training.shortage(costs, asides)
@@ -128,7 +130,7 @@ def start_controller(
         account=StepAccount(
             geometry=geometry,
             node_of=pool.node_of,
-            work=DiTWork.of(model.dit, trained_part(model.dit)),
+            work=DiTWork.of(model.dit, part),
             experts=tuple(expert.expert_name for expert in model.dit.experts),
         ),
         measured=training.is_measured or profile is not None,
@@ -248,6 +250,7 @@ class _Training:
     model: ModelConfig  # resolved, as is its geometry
     geometry: Geometry
     device: WorkersDevice
+    part: TrainedPart
     spared: Spared = NOTHING_SPARED
 
     @property
@@ -275,7 +278,16 @@ class _Training:
     def _profile(self) -> Profile:
         config, device = self.config, self.device
         gpus = gpus_of_a_node() if self._on_gpu else 1
-        return profile_of(config.planner, self.model, self.geometry, device.name, config.train, device.measured, gpus)
+        return profile_of(
+            config.planner,
+            self.model,
+            self.geometry,
+            device.name,
+            config.train,
+            device.measured,
+            gpus,
+            self.part,
+        )
 
     def _degrees(self, profile: Profile) -> tuple[int, ...]:
         """Degrees of DiT cascades that may be planned."""

@@ -20,6 +20,8 @@ from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.make_plan import make_plan
 from actors.planning.options import assumption, profile_of
 from ops.geometry import Geometry
+from ops.models.base.config import DiTConfig
+from ops.models.base.flops import TrainedPart
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
@@ -259,6 +261,25 @@ def test_a_profile_of_a_cpu_without_points_of_encoders_is_priced_as_a_cpu(tmp_pa
     for module in ("text", "vae", "dit"):
         clip = Samples.of(1, CLIP)
         assert planned.price(module, clip, 1) == run.price(module, clip, 1), module
+
+
+def test_a_profile_looks_once_at_what_of_the_transformer_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of patterns it builds the transformer without memory, which takes seconds: with 14B they were 10 to 28."""
+    asked, path = list[DiTConfig](), tmp_path / "p.json"
+    path.write_text(json.dumps({"latency": [POINT | {"degree": 1}]}))
+
+    def part(dit: DiTConfig) -> TrainedPart:
+        asked.append(dit)
+        return dit.usual_part
+
+    monkeypatch.setattr("actors.planning.options.trained_part", part)
+    for config in (PlannerConfig(profile=str(path)), PlannerConfig()):
+        profile_of(config, MODEL, Geometry(), "cpu")
+        assert len(asked) == 1, config
+        profile_of(config, MODEL, Geometry(), "cpu", part=asked.pop().usual_part)
+        assert not asked
 
 
 def test_of_a_profile_that_forbids_other_shapes_no_flop_model_is_told(tmp_path: Path) -> None:
