@@ -84,7 +84,7 @@ class Writer:
         self._weight_bytes = weight_bytes
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
-        self._newest_whole = -1  # of those that this writer has made
+        self._newest_whole = -1  # of those that this writer has made, and that the run has not gone back from
         self._known: dict[Path, int] = {}  # seen whole, by anybody: see `checkpoint.prune`
         self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
         self._longest_s = 0.0  # that one took which is whole
@@ -112,6 +112,11 @@ class Writer:
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are being written."""
         return sorted(one.step for one in self._writing.values())
+
+    def go_back(self, step: int) -> None:
+        """A generation goes on after this step: later checkpoints, which it has passed over, count no more, or the next
+        one would be taken for an old one."""
+        self._newest_whole = min(self._newest_whole, step)
 
     def save(self, version: Origin, meta: Meta) -> None:
         """Begin to write a step, which its keepers hold until it is written; `meta` is what the checkpoint says about

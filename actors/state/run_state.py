@@ -240,13 +240,15 @@ class RunState:
         for info in infos:
             lenders[info.node] = (*lenders.get(info.node, ()), info.lends)
             members[info.node] = (*members.get(info.node, ()), (info.pid, info.born))
+        step = origin.step if origin is not None else -1
         self._held = ()
         self._uncopied = origin is not None and origin.checkpoint is None
+        self.writer.go_back(step)
         self.keepers.prepare([info.node for info in infos], self._least_bytes(), lenders)
         self.keepers.begin(
             Base(
                 generation=generation,
-                step=origin.step if origin is not None else -1,
+                step=step,
                 made_in=origin.generation if origin is not None and origin.checkpoint is None else generation,
                 total=self._total,
                 members=members,

@@ -351,6 +351,27 @@ def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
     assert writer.steps == [] and not older.exists() and late.is_dir() and last.is_dir()
 
 
+def test_the_first_checkpoint_after_a_run_has_gone_back_is_no_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage gives step 49 no more, and the run goes on from 29: what it wrote then was removed at once."""
+    withheld, beside = write(tmp_path, 49), [write(tmp_path / "beside", step) for step in (29, 31)]
+    tasks = Tasks(monkeypatch)
+    writer = checkpoints.Writer(
+        tmp_path, CheckpointConfig(every=10, keep_last=1), 99, Events(Listening()), weight_bytes=16
+    )
+    save(writer, 49)
+    tasks.done.add(0)
+    writer.poll()
+    first, next_one = (folder.rename(withheld.with_name(folder.name)) for folder in beside)
+    run = state_of(tmp_path, writer=writer, model=MODEL)
+    run.open(Origin(step=29, checkpoint=str(first)), 2, [])
+    save(writer, 31)
+    tasks.done.add(1)
+    writer.poll()
+    assert next_one.is_dir() and withheld.is_dir() and not first.exists()
+
+
 @pytest.mark.parametrize(
     ("weights", "earlier_s", "limit_s"), [(0, 0, 600), (5, 0, 1600), (14, 0, 3600), (14, 200, 1000)]
 )

@@ -174,6 +174,7 @@ class Checkpoints:
     def save(self, version: Origin, meta: object) -> None:
         self.wanted, self.writing, self.left = False, version, shard_bounds(TOTAL, 3)
 
+    def go_back(self, step: int) -> None: ...
     def poll(self) -> None: ...
 
     def go_on(self, nodes: Mapping[str, Node]) -> None:
