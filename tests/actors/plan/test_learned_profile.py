@@ -266,7 +266,7 @@ def test_a_profile_of_a_cpu_without_points_of_encoders_is_priced_as_a_cpu(tmp_pa
 def test_a_profile_looks_once_at_what_of_the_transformer_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of patterns it builds the transformer without memory, which takes seconds: with 14B they were 10 to 28."""
+    """For patterns it builds the transformer without memory, which takes seconds: with 14B they were 10 to 28."""
     asked, path = list[DiTConfig](), tmp_path / "p.json"
     path.write_text(json.dumps({"latency": [POINT | {"degree": 1}]}))
 
