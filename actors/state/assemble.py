@@ -7,6 +7,7 @@ from pathlib import Path
 from actors.config import RuntimeConfig
 from actors.outcome import Events
 from actors.state.checkpoint_writer import Writer
+from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper_fleet import Keepers
 from actors.state.run_state import PositionSource, RunState
 from ops.models.config import ModelConfig
@@ -36,6 +37,7 @@ def assemble_state(
             events,
             weight_bytes=bytes_per_weight(config.train.optimizer),
         ),
+        disk=CheckpointsOnDisk(Path(config.run_dir), events.tell),
         positions=positions,
         tell=events.tell,
     )

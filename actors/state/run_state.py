@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import ray
 
@@ -24,8 +24,6 @@ from actors.messages import WorkerInfo
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.ray_calls import wait
 from actors.records.events import (
-    CheckpointDamaged,
-    CheckpointPassedOver,
     KeepersRepaired,
     KeepersSilent,
     MemoryShort,
@@ -36,17 +34,9 @@ from actors.records.events import (
 )
 from actors.refs import Ref
 from actors.state import keeper
-from actors.state.checkpoint_files import (
-    COMPLETE,
-    Meta,
-    ParameterMeta,
-    damage,
-    is_complete,
-    load,
-    step_folders,
-    trained_parameters,
-)
-from actors.state.checkpoint_writer import Writer, root_of, step_of
+from actors.state.checkpoint_files import Meta, ParameterMeta, trained_parameters
+from actors.state.checkpoint_writer import Writer
+from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import Process, Standing
 from actors.state.keeper_fleet import Base, Keepers
 from actors.state.recovery import CommitLog, KeeperInventory, Recovery, newest_whole, recovery_of
@@ -56,20 +46,14 @@ from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
 from ops.counted import counted
 from ops.models.config import ModelConfig
-from ops.passing import UNREACHABLE
 from ops.shards import bytes_per_weight
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
-_STORAGE_S = 60.0  # for storage to answer again, before what it does not give counts as lost
-_AGAIN_S = 1.0  # until it is asked again
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
-_LATER = "it is later than the newest line of metrics"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
 _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
@@ -108,13 +92,13 @@ class RunState:
         keepers: Keepers,
         standing: Standing,
         writer: Writer,
+        disk: CheckpointsOnDisk,
         positions: PositionSource,
         tell: Tell,
     ) -> None:
         """`standing` is how far the run is by what its keepers said just now; `keepers.silent` have not answered."""
         self._config, self._model, self._tell = config, model, tell
-        self._run_dir = Path(config.run_dir)
-        self.keepers, self.standing, self.writer = keepers, standing, writer
+        self.keepers, self.standing, self.writer, self.disk = keepers, standing, writer, disk
         self._positions = positions
         # They live, have not answered, and may hold a newer state than was found.
         self._silent: tuple[str, ...] = keepers.silent
@@ -125,10 +109,6 @@ class RunState:
         self.interval = SnapshotInterval(
             setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
         )
-        self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
-        # Checkpoints that storage has not given for long, and why; of some it has not given the bytes.
-        self._withheld: dict[Path, OSError] = {}
-        self._unread: set[Path] = set()
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
@@ -144,7 +124,7 @@ class RunState:
             self._first = self._find(commits, until).origin
             if self._first is None:
                 self._first, until = self._find(commits).origin, math.inf
-            self._tell_passed_over(self.step_on_disk(until))
+            self.disk.tell_passed_over(self.disk.newest_step(until))
         if self._silent:
             where = _named(self._first.step) if self._first is not None else self._where_without_keepers()
             self._refuse_to_guess(where, self.standing.committed)
@@ -163,11 +143,11 @@ class RunState:
         """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out, as are those
         after step `until`. While it is read a newer one may become whole."""
         while True:
-            recovery = self._decide(found := self.on_disk(until), commits)
+            recovery = self._decide(found := self.disk.newest(until), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
-            if folder is None or not (self._is_damaged(Path(folder)) or self.on_disk(until) != found):
-                if recovery.origin is None and self._withheld:  # a new start would drop all of the run
-                    raise next(iter(self._withheld.values()))
+            if folder is None or not (self.disk.is_damaged(Path(folder)) or self.disk.newest(until) != found):
+                if recovery.origin is None and (why := self.disk.withheld):  # a new start would drop all of the run
+                    raise why
                 self._silent = self.keepers.silent if recovery.step < commits.wanted else ()
                 return recovery
 
@@ -184,11 +164,11 @@ class RunState:
     def _where_without_keepers(self) -> str:
         """Where the run would go on if none held anything."""
         try:
-            found = self.on_disk()
+            found = self.disk.newest()
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
             return _NOT_GIVEN
-        if found is None and self._withheld:
+        if found is None and self.disk.withheld:
             return _NOT_GIVEN
         return _named(found[0] if found is not None else -1)
 
@@ -259,84 +239,14 @@ class RunState:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
         position = self.keepers.standing(_POSITION_S).position
         held = position if position is not None and position[0] <= committed else None
-        while (found := self.on_disk(committed)) is not None and (held is None or held[0] < found[0]):
-            if not self._is_damaged(found[1]):
-                return _answer(partial(load, found[1]))[0].get("data_token")
+        while (found := self.disk.newest(committed)) is not None and (held is None or held[0] < found[0]):
+            if not self.disk.is_damaged(found[1]):
+                return self.disk.meta(found[1]).get("data_token")
         return held[1] if held is not None else None
-
-    def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
-        """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
-        Raises what keeps storage from saying which there are. One whose bytes storage has not given is read here."""
-        deadline = time.monotonic() + _STORAGE_S
-        folders = _answer(lambda: step_folders(root_of(self._run_dir)), deadline)
-        self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
-        self._unread &= self._withheld.keys()
-        for folder in reversed(folders):
-            usable = step_of(folder) <= until and not self._verdicts.get(_stamp(folder))
-            if usable and self._is_whole(folder, deadline):
-                return step_of(folder), folder
-        return None
-
-    def _is_whole(self, folder: Path, deadline: float) -> bool:
-        """Whether a checkpoint is complete. One that storage does not give until `deadline` is passed over, and asked
-        for once by each later call, until it is there again."""
-
-        def ask() -> bool:
-            return is_complete(folder) and not (folder in self._unread and self._what_is_wrong(folder))
-
-        try:
-            whole = _answer(ask, -math.inf if folder in self._withheld else deadline)
-        except OSError as error:
-            self._pass_over(folder, error)
-            return False
-        self._withheld.pop(folder, None)
-        self._unread.discard(folder)
-        return whole
-
-    def _pass_over(self, folder: Path, error: OSError) -> None:
-        if folder not in self._withheld:
-            log.warning("%s is passed over: %s", folder, error)
-            self._tell(CheckpointPassedOver(folder=folder.name, why=f"storage does not give it: {error}"))
-        self._withheld[folder] = error
 
     def step_on_disk(self, until: float = math.inf) -> int:
         """The step of the newest complete checkpoint up to this step; -1 without one, or while storage does not say."""
-        try:
-            found = self.on_disk(until)
-        except OSError as error:
-            log.warning("which checkpoints are on disk is not known: %s", error)
-            return -1
-        return found[0] if found is not None else -1
-
-    def _is_damaged(self, folder: Path) -> bool:
-        """Reads it, once per checkpoint. One whose bytes storage does not give for long is passed over as well, until
-        they are there again: it may be all that the run has."""
-        try:
-            return bool(_answer(lambda: self._what_is_wrong(folder)))
-        except OSError as error:
-            self._pass_over(folder, error)
-            self._unread.add(folder)
-            return True
-
-    def _what_is_wrong(self, folder: Path) -> str:
-        """With the bytes of a complete checkpoint, or nothing. Raises what keeps storage from giving them."""
-        if (stamp := _stamp(folder)) not in self._verdicts:
-            self._verdicts[stamp] = why = damage(folder)
-            if why:
-                log.warning("%s is passed over: %s", folder, why)
-                self._tell(CheckpointDamaged(folder=folder.name, why=why))
-        return self._verdicts[stamp]
-
-    def _tell_passed_over(self, newest: int) -> None:
-        """Says why checkpoints after step `newest` are not used."""
-        deadline = time.monotonic() + _STORAGE_S
-        for folder in _answer(lambda: step_folders(root_of(self._run_dir)), deadline):
-            if step_of(folder) <= newest or self._verdicts.get(_stamp(folder)):
-                continue
-            why = _LATER if self._is_whole(folder, deadline) else "it is not complete"
-            if folder not in self._withheld:
-                log.warning("%s is passed over: %s", folder, why)
-                self._tell(CheckpointPassedOver(folder=folder.name, why=why))
+        return self.disk.newest_step(until)
 
     # -- during the run ------------------------------------------------------------------------------------------------
 
@@ -470,7 +380,7 @@ class RunState:
         if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(step)):
             return step
         self.writer.wait()
-        return step if step <= self.step_on_disk(until) else -1
+        return step if step <= self.disk.newest_step(until) else -1
 
     def seal_last(self) -> None:
         """What `keep_last` has put on disk becomes a checkpoint."""
@@ -483,7 +393,7 @@ class RunState:
             log.error("the keepers stay: %s may hold the newest state", ", ".join(self._silent))
             return False
         counted = max(committed, self._counted)
-        if self.step_on_disk(counted if self._is_chosen else max(counted, self._until)) < counted:
+        if self.disk.newest_step(counted if self._is_chosen else max(counted, self._until)) < counted:
             step = f"step {counted}" if counted < math.inf else "what they hold"
             log.error("%s is not on disk; the keepers stay, and --resume on this cluster continues from them", step)
             return False
@@ -575,25 +485,3 @@ class RunState:
 
 def _named(step: int) -> str:
     return f"step {step}" if step >= 0 else "the start"
-
-
-def _answer(question: Callable[[], T], deadline: float | None = None) -> T:
-    """What storage says, which may not answer for a moment. Raises what keeps it from that after `deadline` (monotonic
-    seconds; None: in a minute)."""
-    deadline = time.monotonic() + _STORAGE_S if deadline is None else deadline
-    while True:
-        try:
-            return question()
-        except OSError as error:
-            if error.errno not in UNREACHABLE or time.monotonic() > deadline:
-                raise
-            log.warning("checkpoints are looked at once more: %s", error)
-            time.sleep(_AGAIN_S)
-
-
-def _stamp(folder: Path) -> tuple[Path, int]:
-    """A key of a checkpoint that changes when it is written again."""
-    try:
-        return folder, (folder / COMPLETE).stat().st_mtime_ns
-    except OSError:
-        return folder, 0

@@ -22,6 +22,7 @@ from actors.run.assemble import put_together
 from actors.run.controller import Controller, LookPace
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
+from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog, KeeperInventory
@@ -204,15 +205,16 @@ def state_of(
 ) -> RunState:
     """A run's state out of these parts; what is not given holds nothing."""
     keepers = keepers or KeepersHere()
-    config = config_of(run_dir, **sections)
+    config, tell = config_of(run_dir, **sections), (listener or Listening()).on_event
     return RunState(
         config,
         config.model,
         keepers=keepers,
         standing=keepers.standing(config.snapshot.patience_s),
         writer=writer or Writing(),
+        disk=CheckpointsOnDisk(run_dir, tell),
         positions=positions or NoPositions(),
-        tell=(listener or Listening()).on_event,
+        tell=tell,
     )
 
 

@@ -385,7 +385,7 @@ def test_what_keepers_hold_stays_where_storage_does_not_answer_without_a_control
     keepers = KeepersHere(a=[shard_of(99)])
     state = state_of(tmp_path, keepers=keepers, model=MODEL)
     monkeypatch.setattr("actors.run.rescue.assemble_state", lambda *parts: state)
-    monkeypatch.setattr(state, "on_disk", lambda *until: unanswered(None))
+    monkeypatch.setattr(state.disk, "newest", lambda *until: unanswered(None))
     left = rescue(config_of(tmp_path, model=MODEL), (99, 3))
     assert ("close",) not in keepers.told and left.startswith("100 steps are committed")
 

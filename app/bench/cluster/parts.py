@@ -28,7 +28,7 @@ from actors.feed.pulse import AnsweringActor
 from actors.held_state import HeldShard, Origin, Snapshot
 from actors.letters import CommitCall, KeeperCall, RelayFinder, RelayHandle, held, told
 from actors.messages import PublishedResult, WorkerHandle
-from actors.outcome import Tell
+from actors.outcome import Tell, silent
 from actors.plan.types import Item, Module
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
@@ -37,6 +37,7 @@ from actors.ray_calls import get, put
 from actors.refs import Ref
 from actors.run.relays import NodeRelay, Relays
 from actors.state.checkpoint_files import Meta
+from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import KeeperHandle, Standing, place
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
@@ -275,17 +276,23 @@ class VirtualWriter:
     def close(self) -> None: ...
 
 
-class VirtualState(RunState):
-    """The real state of a run, whose disk is a number."""
+class VirtualDisk(CheckpointsOnDisk):
+    """Has what the writer was given, a number."""
 
-    def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
+    def __init__(self, run_dir: Path, writer: VirtualWriter) -> None:
+        super().__init__(run_dir, silent)
+        self._writer = writer
+
+    def newest(self, until: float = math.inf) -> tuple[int, Path] | None:
         """No checkpoint is ever read."""
         return None
 
-    def step_on_disk(self, until: float = math.inf) -> int:
-        writer: object = self.writer
-        assert isinstance(writer, VirtualWriter)
-        return writer.step if writer.step <= until else -1
+    def newest_step(self, until: float = math.inf) -> int:
+        return self._writer.step if self._writer.step <= until else -1
+
+
+class VirtualState(RunState):
+    """The real state of a run, of a model without weights."""
 
     @property
     def _total(self) -> int:

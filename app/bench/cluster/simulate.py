@@ -27,6 +27,7 @@ from app.bench.cluster.figures import ClusterFigures, VirtualRunFailed, figures_
 from app.bench.cluster.handles import HostHandle
 from app.bench.cluster.parts import (
     Machines,
+    VirtualDisk,
     VirtualKeepers,
     VirtualLookout,
     VirtualPool,
@@ -154,12 +155,14 @@ def controller_of_virtual(
     source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S, list)
     keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)  # what a run's state asks of Keepers
     writer: Any = VirtualWriter()  # and of Writer
+    disk = VirtualDisk(Path(config.run_dir), writer)
     state = VirtualState(
         config,
         model,
         keepers=keepers,
         standing=keepers.standing(0.0),
         writer=writer,
+        disk=disk,
         positions=source,
         tell=events.tell,
     )

@@ -518,8 +518,8 @@ def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_sa
         (CheckpointPassedOver, "step-29"),
     }
     assert any(path.name in e.why for e in listener.told)
-    assert state.on_disk() == (9, older), "keepers are not let go for a damaged one"
-    assert write(tmp_path, 19) == damaged and state.on_disk() == (19, damaged), "written again, it counts again"
+    assert state.disk.newest() == (9, older), "keepers are not let go for a damaged one"
+    assert write(tmp_path, 19) == damaged and state.disk.newest() == (19, damaged), "written again, it counts again"
 
 
 def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> None:

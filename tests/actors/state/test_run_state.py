@@ -110,9 +110,9 @@ def test_a_run_whose_only_checkpoint_cannot_be_read_for_long_does_not_begin_anew
     state = state_of(tmp_path, listener=(listener := Listening()))
     with pytest.raises(OSError, match="Stale file handle"):
         state.first()
-    assert listener.kinds == [CheckpointPassedOver] and state.on_disk() is None
+    assert listener.kinds == [CheckpointPassedOver] and state.disk.newest() is None
     monkeypatch.undo()
-    assert state.on_disk() == (399, only) and state.recover(CommitLog(committed=399)).step == 399
+    assert state.disk.newest() == (399, only) and state.recover(CommitLog(committed=399)).step == 399
 
 
 def test_what_storage_gives_again_and_is_damaged_is_no_state_to_go_on_from(
@@ -387,7 +387,7 @@ def test_whoever_may_end_a_silent_keeper_is_not_told_of_a_start_where_nothing_is
     def not_listed(root: Path) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(root))
 
-    monkeypatch.setattr("actors.state.run_state.step_folders", not_listed)
+    monkeypatch.setattr("actors.state.checkpoints_on_disk.step_folders", not_listed)
     keepers = KeepersHere(Standing(committed=450))
     keepers.silent = ("b",)
     with pytest.raises(StopRun, match=r"from its newest checkpoint, which storage does not give now$"):
@@ -416,7 +416,12 @@ def test_keepers_are_waited_for_until_they_give_the_step_of_the_newest_line_of_m
 
 @pytest.mark.parametrize(
     ("on_disk", "recorded", "answers", "frees"),
-    [(100, (137, 3), False, False), (100, (100, 3), False, True), (100, None, False, True), (137, (137, 3), True, True)],
+    [
+        (100, (137, 3), False, False),
+        (100, (100, 3), False, True),
+        (100, None, False, True),
+        (137, (137, 3), True, True),
+    ],
     ids=["it may hold later steps", "all that counts is on disk", "no step is in doubt", "storage has answered"],
 )
 def test_where_storage_ends_the_run_a_silent_keeper_that_may_hold_more_stays(
@@ -442,7 +447,7 @@ def test_where_storage_ends_the_run_a_silent_keeper_that_may_hold_more_stays(
         if answers:
             assert state.keep_last((), commits) == on_disk
         else:
-            lost.setattr(state, "on_disk", away)
+            lost.setattr(state.disk, "newest", away)
             with pytest.raises(OSError, match="No route to host"):
                 state.keep_last((), commits)
     assert state.free_memory(100) == frees and keepers.told == ([("close",)] if frees else [])

@@ -25,10 +25,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors import process
 from actors.messages import Origin, Snapshot
-from actors.outcome import Events, NotRecorded
+from actors.outcome import Events, NotRecorded, Tell
 from actors.run.committer import Committer
 from actors.state import keeper as keeper_module
 from actors.state import pulling
+from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import Keeper, Standing, place
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
@@ -202,17 +203,25 @@ def pieces(nodes: Any, step: int, generation: int, lo: int, hi: int) -> set[floa
     return values if not missing(have, lo, hi) else None
 
 
-class State(RunState):
-    """Checkpoints on a disk that is a variable, of a model of TOTAL weights."""
+class Disk(CheckpointsOnDisk):
+    """One that is a variable."""
 
-    _total, _parameters = TOTAL, ()  # type: ignore[assignment]
+    def __init__(self, checkpoints: Checkpoints, tell: Tell) -> None:
+        super().__init__(Path("nowhere"), tell)
+        self._checkpoints = checkpoints
 
-    def on_disk(self, until: float = math.inf) -> tuple[int, Path] | None:
-        disk: tuple[int, Path] | None = self.writer.disk  # type: ignore[attr-defined]
+    def newest(self, until: float = math.inf) -> tuple[int, Path] | None:
+        disk = self._checkpoints.disk
         return disk if disk is not None and disk[0] <= until else None
 
-    def _is_damaged(self, folder: Path) -> bool:
+    def is_damaged(self, folder: Path) -> bool:
         return False
+
+
+class State(RunState):
+    """The real state of a run, of a model of TOTAL weights."""
+
+    _total, _parameters = TOTAL, ()  # type: ignore[assignment]
 
     def _meta(self, step: int) -> dict[str, Any]:
         return {}
@@ -269,6 +278,7 @@ class Storm(RuleBasedStateMachine):
             keepers=self.fleet,  # type: ignore[arg-type]
             standing=(standing := self.fleet.take_over()),
             writer=self.checkpoints,  # type: ignore[arg-type]
+            disk=Disk(self.checkpoints, listener.tell),
             positions=NoPositions(),
             tell=listener.tell,
         )

@@ -1,0 +1,141 @@
+"""A run's checkpoints as storage gives them: which is the newest whole one, what is wrong with others, and which it
+does not give now."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from actors.outcome import Tell
+from actors.records.events import CheckpointDamaged, CheckpointPassedOver
+from actors.state.checkpoint_files import COMPLETE, Meta, damage, is_complete, load, step_folders
+from actors.state.checkpoint_writer import root_of, step_of
+from ops.passing import UNREACHABLE
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STORAGE_S = 60.0  # for storage to answer again, before what it does not give counts as lost
+_AGAIN_S = 1.0  # until it is asked again
+_LATER = "it is later than the newest line of metrics"
+
+
+class CheckpointsOnDisk:
+    """Those of one run. Each is read once, and what is passed over is said once."""
+
+    def __init__(self, run_dir: Path, tell: Tell) -> None:
+        self._root, self._tell = root_of(run_dir), tell
+        self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
+        # Checkpoints that storage has not given for long, and why; of some it has not given the bytes.
+        self._withheld: dict[Path, OSError] = {}
+        self._unread: set[Path] = set()
+
+    @property
+    def withheld(self) -> OSError | None:
+        """What kept storage from giving one of them, at the last look."""
+        return next(iter(self._withheld.values()), None)
+
+    def newest(self, until: float = math.inf) -> tuple[int, Path] | None:
+        """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
+        Raises what keeps storage from saying which there are. One whose bytes storage has not given is read here."""
+        deadline = time.monotonic() + _STORAGE_S
+        folders = _answer(lambda: step_folders(self._root), deadline)
+        self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
+        self._unread &= self._withheld.keys()
+        for folder in reversed(folders):
+            usable = step_of(folder) <= until and not self._verdicts.get(_stamp(folder))
+            if usable and self._is_whole(folder, deadline):
+                return step_of(folder), folder
+        return None
+
+    def newest_step(self, until: float = math.inf) -> int:
+        """The step of the newest complete checkpoint up to this step; -1 without one, or while storage does not say."""
+        try:
+            found = self.newest(until)
+        except OSError as error:
+            log.warning("which checkpoints are on disk is not known: %s", error)
+            return -1
+        return found[0] if found is not None else -1
+
+    def is_damaged(self, folder: Path) -> bool:
+        """Reads it, once per checkpoint. One whose bytes storage does not give for long is passed over as well, until
+        they are there again: it may be all that the run has."""
+        try:
+            return bool(_answer(lambda: self._what_is_wrong(folder)))
+        except OSError as error:
+            self._pass_over(folder, error)
+            self._unread.add(folder)
+            return True
+
+    def meta(self, folder: Path) -> Meta:
+        """What a whole one says about itself. Raises what keeps storage from giving it."""
+        return _answer(lambda: load(folder))[0]
+
+    def tell_passed_over(self, newest: int) -> None:
+        """Says why checkpoints after step `newest` are not used."""
+        deadline = time.monotonic() + _STORAGE_S
+        for folder in _answer(lambda: step_folders(self._root), deadline):
+            if step_of(folder) <= newest or self._verdicts.get(_stamp(folder)):
+                continue
+            why = _LATER if self._is_whole(folder, deadline) else "it is not complete"
+            if folder not in self._withheld:
+                log.warning("%s is passed over: %s", folder, why)
+                self._tell(CheckpointPassedOver(folder=folder.name, why=why))
+
+    def _is_whole(self, folder: Path, deadline: float) -> bool:
+        """Whether a checkpoint is complete. One that storage does not give until `deadline` is passed over, and asked
+        for once by each later call, until it is there again."""
+
+        def ask() -> bool:
+            return is_complete(folder) and not (folder in self._unread and self._what_is_wrong(folder))
+
+        try:
+            whole = _answer(ask, -math.inf if folder in self._withheld else deadline)
+        except OSError as error:
+            self._pass_over(folder, error)
+            return False
+        self._withheld.pop(folder, None)
+        self._unread.discard(folder)
+        return whole
+
+    def _pass_over(self, folder: Path, error: OSError) -> None:
+        if folder not in self._withheld:
+            log.warning("%s is passed over: %s", folder, error)
+            self._tell(CheckpointPassedOver(folder=folder.name, why=f"storage does not give it: {error}"))
+        self._withheld[folder] = error
+
+    def _what_is_wrong(self, folder: Path) -> str:
+        """With the bytes of a complete checkpoint, or nothing. Raises what keeps storage from giving them."""
+        if (stamp := _stamp(folder)) not in self._verdicts:
+            self._verdicts[stamp] = why = damage(folder)
+            if why:
+                log.warning("%s is passed over: %s", folder, why)
+                self._tell(CheckpointDamaged(folder=folder.name, why=why))
+        return self._verdicts[stamp]
+
+
+def _answer(question: Callable[[], T], deadline: float | None = None) -> T:
+    """What storage says, which may not answer for a moment. Raises what keeps it from that after `deadline` (monotonic
+    seconds; None: in a minute)."""
+    deadline = time.monotonic() + _STORAGE_S if deadline is None else deadline
+    while True:
+        try:
+            return question()
+        except OSError as error:
+            if error.errno not in UNREACHABLE or time.monotonic() > deadline:
+                raise
+            log.warning("checkpoints are looked at once more: %s", error)
+            time.sleep(_AGAIN_S)
+
+
+def _stamp(folder: Path) -> tuple[Path, int]:
+    """A key of a checkpoint that changes when it is written again."""
+    try:
+        return folder, (folder / COMPLETE).stat().st_mtime_ns
+    except OSError:
+        return folder, 0
