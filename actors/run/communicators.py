@@ -8,7 +8,7 @@ All members of a bag close it at the same place of their work, so it may come ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ops.degrees import BagRanks
@@ -53,11 +53,12 @@ class Communicators:
         left: set[int] = set()
         waiting: set[int] = set()  # workers that close a bag between two cascades of this step
         made = 0
+        after, next_use = _uses(bags)
         for position, bag in enumerate(bags):
             if len(bag) == 1:
                 continue
             if bag not in self._open:
-                for gone in self._room_for(bag, bags[position:]):
+                for gone in self._room_for(bag, next_use, len(bags)):
                     if gone in last:
                         left.add(last[gone])
                         waiting.update(gone)
@@ -69,18 +70,18 @@ class Communicators:
             self._close(bag)
             self._use(bag)
             self.most_seen = max(self.most_seen, *(self.peers(worker) for worker in bag))
-            last[bag] = position
+            last[bag], next_use[bag] = position, after[position]
         return StepBags(closed=tuple(closed), connected=tuple(connected), left=frozenset(left), made=made)
 
-    def _room_for(self, bag: BagRanks, coming: Sequence[BagRanks]) -> list[BagRanks]:
-        """Close what has to go before `bag` is opened."""
+    def _room_for(self, bag: BagRanks, next_use: Mapping[BagRanks, int], never: int) -> list[BagRanks]:
+        """Close what has to go before `bag` is opened, by where the step uses it next."""
         gone: list[BagRanks] = []
         for worker in bag if self._most else ():
             while self.peers(worker) + len(bag) - 1 > self._most:
-                own = list(self._of.get(worker, ()))
+                own = self._of.get(worker)
                 if not own:
                     break
-                victim = max(own, key=lambda one: coming.index(one) if one in coming else len(coming))
+                victim = max(own, key=lambda one: next_use.get(one, never))
                 self._close(victim)
                 gone.append(victim)
         return gone
@@ -99,3 +100,13 @@ class Communicators:
             for worker in bag:
                 del self._of[worker][bag]
                 self._peers[worker] -= len(bag) - 1
+
+
+def _uses(bags: Sequence[BagRanks]) -> tuple[list[int], dict[BagRanks, int]]:
+    """(of each position where its bag is used next, of each bag where it is used first): in one pass, as hundreds of
+    workers have a dozen open bags each, whose next use was looked for in the whole step."""
+    after, first = [len(bags)] * len(bags), dict[BagRanks, int]()
+    for position in range(len(bags) - 1, -1, -1):
+        after[position] = first.get(bags[position], len(bags))
+        first[bags[position]] = position
+    return after, first

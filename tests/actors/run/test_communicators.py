@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import pytest
 
@@ -11,6 +12,7 @@ from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item
 from actors.planning.memory import PEER_GIB, communicators_gib
 from actors.run.communicators import Communicators
+from ops.degrees import BagRanks
 from ops.models.wan.config import WanConfig
 
 
@@ -44,6 +46,62 @@ def test_random_steps_never_have_more_peers_than_the_limit() -> None:
         assert step.made >= len(step.connected)
         assert all(account.peers(w) == sum(len(bag) - 1 for bag in opened if w in bag) for w in range(8))
     assert account.most_seen == 7 and made > 300
+
+
+class _Told(Communicators):
+    """Which bags go, as the definition says it: those that come last in what is left of the step, or not at all."""
+
+    def __init__(self, most_peers: int) -> None:
+        super().__init__(most_peers)
+        self.coming: list[BagRanks] = []
+        self.went: list[BagRanks] = []
+        self.should: list[BagRanks] = []
+
+    def _room_for(self, bag: BagRanks, next_use: Mapping[BagRanks, int], never: int) -> list[BagRanks]:
+        while self.coming[0] != bag:
+            del self.coming[0]
+        copy = Communicators(self._most)
+        copy._open, copy._peers = set(self._open), dict(self._peers)
+        copy._of = {worker: dict(own) for worker, own in self._of.items()}
+        for worker in bag:
+            while copy.peers(worker) + len(bag) - 1 > copy._most and (own := list(copy._of.get(worker, ()))):
+                coming = self.coming
+                victim = max(own, key=lambda one: coming.index(one) if one in coming else len(coming))
+                copy._close(victim)
+                self.should.append(victim)
+        gone = super()._room_for(bag, next_use, never)
+        self.went += gone
+        return gone
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bags_that_go_are_those_that_the_step_uses_last_on_random_steps(seed: int) -> None:
+    source, account = random.Random(seed), _Told(7)
+    for _ in range(100):
+        bags = [tuple(sorted(source.sample(range(12), source.choice([1, 2, 2, 3, 4, 6])))) for _ in range(12)]
+        account.coming = list(bags)
+        account.step(bags)
+    assert account.went == account.should and len(account.went) > 300
+
+
+class _Counted(tuple[int, ...]):
+    """A bag that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.compared += 1
+        return tuple.__eq__(self, other)
+
+    __hash__ = tuple.__hash__
+
+
+def test_a_step_of_many_workers_looks_for_no_bag_in_all_of_its_cascades() -> None:
+    source, account = random.Random(0), Communicators(16)
+    for _ in range(3):
+        bags = [_Counted(sorted(source.sample(range(256), 4))) for _ in range(1000)]
+        account.step(bags)
+    assert _Counted.compared < 20_000  # looked for in all of the step: 6.7 million
 
 
 def test_without_a_limit_nothing_is_closed() -> None:
