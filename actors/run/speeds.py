@@ -25,6 +25,7 @@ _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
 _MOST_WORKS = 1000  # that are remembered, those that came last: packs of many buckets hardly ever come again
+_MOST_MEANS = 64_000  # of them in all, each of a work and a worker: a step's fit takes 1 us of each
 
 WorkKey = tuple[object, ...]  # what makes two cascades the same work
 
@@ -61,8 +62,9 @@ class Speeds:
                 mean, count = by_worker.get(worker, (0.0, 0))
                 count = min(count + 1, _NEWEST)
                 by_worker[worker] = mean + (math.log(seconds) - mean) / count, count
-        while len(self._known) > _MOST_WORKS:
-            del self._known[next(iter(self._known))]
+        means = sum(map(len, self._known.values()))
+        while len(self._known) > _MOST_WORKS or (means > _MOST_MEANS and len(self._known) > 1):
+            means -= len(self._known.pop(next(iter(self._known))))
 
     def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
         """Speed of each worker beside a normal one, 1; of a worker not known yet the `expected` one, by default 1.

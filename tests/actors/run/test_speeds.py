@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from actors.messages import Piece, Span, StepReport
-from actors.run.speeds import _MOST_WORKS, Speeds
+from actors.run.speeds import _MOST_MEANS, _MOST_WORKS, Speeds
 
 
 def report(worker: str, seconds: float, planned: float = 1.0, degree: int = 1) -> StepReport:
@@ -203,6 +203,20 @@ def test_packs_that_never_come_again_are_forgotten_and_workers_stay_known() -> N
         speeds.observe(reports, {})
     assert len(speeds._known) == _MOST_WORKS
     assert speeds.factors(("a", "b", "c")) == (1.0, 1.0, 0.5)
+
+
+def test_hundreds_of_workers_keep_no_more_than_the_newest_works_and_a_slow_one_stays_known() -> None:
+    """A thousand works of 512 workers would be half a million means to fit in every step."""
+    speeds, names = Speeds(), [f"w{number}" for number in range(512)]
+    one, slow = report("w0", 1.0).spans[0], report("w7", 2.0).spans[0]
+    for first in range(0, 160, 20):
+        works = [(Piece(item="", bucket=(number, 64, 64), batch=1),) for number in range(first, first + 20)]
+        normal, slower = (tuple(replace(span, pieces=work) for work in works) for span in (one, slow))
+        speeds.observe(
+            [replace(report(name, 1.0), spans=slower if name == "w7" else normal) for name in names], planned_with={}
+        )
+    assert 0.9 * _MOST_MEANS < sum(map(len, speeds._known.values())) <= _MOST_MEANS
+    assert speeds.factors(names) == tuple(0.5 if name == "w7" else 1.0 for name in names)
 
 
 def test_what_a_worker_runs_alone_says_nothing_and_hides_nothing() -> None:
