@@ -116,6 +116,11 @@ def learn(profile: Profile, found: Iterable[Observation], island_gbps: float = 0
             )
         except ValueError as error:
             refused.append(str(error))
+    try:
+        if any(one.spanned is not None for one, _, _ in asked):
+            profile.learn_cross_node()
+    except ValueError as error:
+        refused.append(str(error))
     return refused
 
 

@@ -161,7 +161,7 @@ class Profile(CascadePrices):
 
         `seconds` at normal speed of its workers; `spanned` of a bag over nodes, None on one. Raises ValueError, and
         learns nothing, for a duration that is not a positive number or that cannot be true: 20 times what the point has
-        taken so far, unless it comes three times in a row.
+        taken so far, unless it comes three times in a row. After those over nodes `learn_cross_node` is called, once.
         """
         what = f"{module} of {part.count} x {part.frames}f {part.height}x{part.width} at degree {degree}"
         if not (math.isfinite(seconds) and seconds > 0):
@@ -179,8 +179,6 @@ class Profile(CascadePrices):
         first = LivePoint.of(seconds, 1, part.text_tokens)
         self._set(key, spanned, first if before is None else before.after(seconds, part.text_tokens))
         self.points_changed(module)
-        if spanned is not None:
-            self._learn_cross_node()
 
     def observe_packed(
         self,
@@ -213,6 +211,18 @@ class Profile(CascadePrices):
             # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
             own = max(price + error * doubt / sum(doubts), 0.2 * price * apart / sum(prices))
             self.observe(module, part, degree, own, spanned=spanned)
+
+    def learn_cross_node(self) -> None:
+        """Learn from bags that ran over nodes, beside the same cascade on one node; where none did, beside its
+        model. It goes through all of them: called for each cascade of a step it took longer than all else there."""
+        pairs = [
+            self._spread(key, point, self.live[key].seconds, spanned.overlap)
+            for (key, spanned), point in self.spanning.items()
+            if key in self.live
+        ]
+        if not pairs and self.live:
+            pairs = [self._spread(key, point, None, spanned.overlap) for (key, spanned), point in self.spanning.items()]
+        self._count_spread(pairs)
 
     def prices_of(
         self, module: Module, parts: Sequence[Samples], degree: int, spanned: BagSpread | None = None
@@ -316,18 +326,6 @@ class Profile(CascadePrices):
         cost = self.seen_handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
         if cost is not None:
             self.handoff = cost
-
-    def _learn_cross_node(self) -> None:
-        """Learn from bags that ran over nodes, beside the same cascade on one node; where none did, beside its
-        model."""
-        pairs = [
-            self._spread(key, point, self.live[key].seconds, spanned.overlap)
-            for (key, spanned), point in self.spanning.items()
-            if key in self.live
-        ]
-        if not pairs and self.live:
-            pairs = [self._spread(key, point, None, spanned.overlap) for (key, spanned), point in self.spanning.items()]
-        self._count_spread(pairs)
 
     def _count_spread(self, found: Iterable[SpreadCascade | None]) -> None:
         self.cross_node = cross_of_spread([one for one in found if one is not None], self.cross_node)

@@ -68,6 +68,7 @@ def learned() -> Profile:
     profile.observe("text", Samples.of(2, CLIP, 12), 1, 0.05)
     profile.observe("dit", Samples.of(2, CLIP, 12), 4, 2.6, spanned=BagSpread(2, 1.0))
     profile.observe("dit", Samples.of(3, CLIP, 12), 4, 3.6, spanned=BagSpread(2, 1.0))
+    profile.learn_cross_node()
     return profile
 
 
@@ -148,6 +149,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
     for number in range(8):
         first.observe_handoff((1 + number % 2) << 24, 0.4 + 0.3 * (number % 2))
     first.observe("dit", Samples.of(1, CLIP, 12), 2, 3.0, spanned=BagSpread(2, 0.5))
+    first.learn_cross_node()
     save_learned(first, SETTING, tmp_path)
     take_up(again, SETTING, tmp_path)
     assert {key: (one.seconds, one.count) for key, one in again.spanning.items()} == {
@@ -156,6 +158,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
     assert again.handoff == first.handoff and again.seen_handoffs == first.seen_handoffs
     for profile in (first, again):
         profile.observe("dit", Samples.of(2, CLIP, 12), 4, 2.9, spanned=BagSpread(2, 1.0))
+        profile.learn_cross_node()
         profile.observe_handoff(1 << 25, 0.9)
     assert again.handoff == first.handoff
     assert again.cross_node.row_s == pytest.approx(first.cross_node.row_s)

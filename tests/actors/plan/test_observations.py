@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +14,7 @@ from actors.messages import Piece, Span
 from actors.plan.costs.needs import NEWEST_PEAKS
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
-from actors.plan.costs.spanning import BagSpread
+from actors.plan.costs.spanning import BagSpread, SpreadCascade, cross_of_spread
 from actors.plan.costs.topology import CrossNode, Topology, cross_of
 from actors.plan.types import Cluster, places_in
 from actors.planning.actor import Planner
@@ -119,10 +121,40 @@ def test_bags_of_two_sizes_over_nodes_teach_what_a_row_takes() -> None:
         for _ in range(3):
             profile.observe("dit", part, 2, 10.0 * batch)
             profile.observe("dit", part, 2, 10.0 * batch + 0.05 * rows, spanned=BagSpread(2, 1.0))
+    profile.learn_cross_node()
     assert profile.cross_node.row_s == pytest.approx(0.05, rel=0.01) and profile.cross_node.peer_s == 0
     more = 0.05 * 2 * (profile.tokens(*CLIP) + 30) / 4
     found = profile.penalty("dit", Samples.of(2, CLIP, 30), 2)
     assert found == pytest.approx(more, rel=0.01), "a size that did not run"
+
+
+def test_what_spanning_costs_is_learned_once_from_all_bags_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread, alone = BagSpread(2, 1.0), Profile.from_flops(WanConfig(num_heads=4))
+    for batch in range(1, 41):
+        alone.observe("dit", Samples.of(batch, CLIP, 30), 2, 10.0 * batch)
+    one_by_one, together = copy.deepcopy(alone), copy.deepcopy(alone)
+    found = [
+        Observation(
+            module="dit",
+            parts=(Samples.of(batch, CLIP, 30),),
+            degree=2,
+            seconds=12.0 * batch + batch % 3,
+            spanned=spread,
+        )
+        for batch in range(1, 41)
+    ]
+    for one in found:
+        one_by_one.observe("dit", one.parts[0], 2, one.seconds, spanned=spread)
+        one_by_one.learn_cross_node()
+    calls: list[int] = []
+
+    def counted(pairs: Sequence[SpreadCascade], known: CrossNode) -> CrossNode:
+        calls.append(len(pairs))
+        return cross_of_spread(pairs, known)
+
+    monkeypatch.setattr("actors.plan.costs.profile.cross_of_spread", counted)
+    assert learn(together, found) == []
+    assert calls == [40] and together.cross_node == one_by_one.cross_node != CrossNode()
 
 
 def test_bags_of_one_size_over_nodes_scale_what_was_known_of_rows() -> None:
@@ -132,6 +164,7 @@ def test_bags_of_one_size_over_nodes_scale_what_was_known_of_rows() -> None:
     for _ in range(3):
         profile.observe("dit", Samples.of(2, CLIP, 30), 2, 10.0)
         profile.observe("dit", Samples.of(2, CLIP, 30), 2, 10.0 + 3 * before, spanned=BagSpread(2, 1.0))
+    profile.learn_cross_node()
     assert profile.penalty("dit", Samples.of(2, CLIP, 30), 2) == pytest.approx(3 * before)
     assert profile.cross_node.row_s == pytest.approx(0.03) and profile.cross_node.peer_s == pytest.approx(0.3)
 
@@ -141,6 +174,7 @@ def test_a_bag_that_seems_quicker_for_being_spread_teaches_nothing_of_rows() -> 
     profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
     profile.observe("dit", Samples.of(2, CLIP, 30), 2, 10.0)
     profile.observe("dit", Samples.of(2, CLIP, 30), 2, 9.9, spanned=BagSpread(2, 1.0))
+    profile.learn_cross_node()
     assert (profile.cross_node.row_s, profile.cross_node.peer_s) == (0.01, 0.1)
 
 

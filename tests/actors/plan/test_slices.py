@@ -170,6 +170,7 @@ def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None
     for batch in (1, 2, 3):
         for _ in range(3):
             profile.observe("dit", Samples.of(batch, (29, 64, 64), 20), 2, 0.5 * batch, spanned=BagSpread.of(2, 1.0))
+            profile.learn_cross_node()
     assert profile.slice_rates() == before
     found = Planner(profile, PlannerConfig(budget_s=0.0, degrees=(2,))).plan(
         0, [[ITEM]], Cluster(nodes=(1, 1)), (), 0.0
