@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from actors.messages import Piece, Span
-from actors.plan.costs.point import NEWEST, PointKey, Samples
+from actors.plan.costs.point import MOST_POINTS, NEWEST, PointKey, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
@@ -138,7 +138,10 @@ class Witnesses:
         for one in found:
             for part in one.parts:
                 point = part.key(one.module, one.degree), one.spanned
-                self._bags.setdefault(point, deque(maxlen=NEWEST)).append(one.bag)
+                bags = self._bags[point] = self._bags.pop(point, deque(maxlen=NEWEST))  # the last that ran comes last
+                bags.append(one.bag)
+        while len(self._bags) > 2 * MOST_POINTS:  # on one node and over nodes; a profile knows no more of them
+            del self._bags[next(iter(self._bags))]
 
     def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, BagSpread | None]]:
         """(point, how its bag lay over nodes) of what was mostly learned from workers whose speed was believed to be

@@ -85,8 +85,8 @@ class KnownCosts:
     proportions: Fit | None = None  # the DiT's own FLOP model, where points alone set the level; None: HunyuanVideo's
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
-    live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
-    spanning: dict[tuple[PointKey, BagSpread], LivePoint] = field(default_factory=dict)  # over nodes
+    live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node; the one that ran last comes last
+    spanning: dict[tuple[PointKey, BagSpread], LivePoint] = field(default_factory=dict)  # over nodes; the same
     seen_handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)  # measured ones, and those of a run
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class KnownCosts:
     def _model_of_file(self, module: Module) -> Fit | None:
         """The same as it was before a run."""
         if module not in self._file_fits:
-            keys = [key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0)]
+            keys = sorted(key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0))
             loads = [self.load(key, self.text_tokens.get(key, 0)) for key in keys]
             prior = self.models.get(module) or self._proportions_of(module)
             seconds = [self.measured[key] for key in keys]
@@ -278,7 +278,7 @@ class KnownCosts:
     def file_drift(self, module: Module) -> Drift:
         """The drift of the file's points, by those of them that ran."""
         if (module, "file") not in self._drifts:
-            both = [key for key in self.live if key[0] == module and key in self.measured]
+            both = sorted(key for key in self.live if key[0] == module and key in self.measured)
             loads = [self._plain_load(Samples.of_key(key, self.live[key].text_tokens), key[5]) for key in both]
             ratios = [
                 self.live[key].seconds
@@ -292,11 +292,11 @@ class KnownCosts:
     def model_drift(self, module: Module, model: Fit) -> Drift:
         """The drift of the cost model, by all points that ran."""
         if (module, "model") not in self._drifts:
-            seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
-            loads = [self.load(key, point.text_tokens) for key, point in seen.items()]
+            seen = sorted(key for key in self.live if key[0] == module and (module == "text" or key[2]))
+            loads = [self.load(key, self.live[key].text_tokens) for key in seen]
             ratios = [
-                point.seconds / max(self.modelled(module, model, load), 1e-9)
-                for load, point in zip(loads, seen.values(), strict=True)
+                self.live[key].seconds / max(self.modelled(module, model, load), 1e-9)
+                for load, key in zip(loads, seen, strict=True)
             ]
             self._drifts[module, "model"] = Drift(loads, ratios, doubt=_DOUBT)
         return self._drifts[module, "model"]

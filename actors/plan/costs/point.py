@@ -12,6 +12,7 @@ from ops.geometry import PixelShape
 
 PointKey = tuple[Module, int, int, int, int, int]  # module, batch, frames, height, width, degree
 NEWEST = 9  # measurements of a point that count
+MOST_POINTS = 2000  # that are remembered of a run, those that ran last: each step fits the models to all of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

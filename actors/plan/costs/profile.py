@@ -14,7 +14,7 @@ from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs
-from actors.plan.costs.point import LivePoint, PointKey, Samples
+from actors.plan.costs.point import MOST_POINTS, LivePoint, PointKey, Samples
 from actors.plan.costs.prices import CascadePrices
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.slices import SlicedBlocks
@@ -247,6 +247,7 @@ class Profile(CascadePrices):
         for key, (count, text) in learned.runs.items():
             self.live[key] = LivePoint.of(learned.measured[key], count, text)
         self.spanning.update(learned.spanning)
+        self._trim()
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
         if learned.seen_handoffs.seen:
             self.seen_handoffs = learned.seen_handoffs
@@ -313,9 +314,19 @@ class Profile(CascadePrices):
 
     def _set(self, key: PointKey, spanned: BagSpread | None, point: LivePoint) -> None:
         if spanned is None:
+            self.live.pop(key, None)  # in the order in which they ran last
             self.live[key] = point
         else:
+            self.spanning.pop((key, spanned), None)
             self.spanning[key, spanned] = point
+        self._trim()
+
+    def _trim(self) -> None:
+        """Forget the points that ran longest ago, where there are too many: the file or the model holds again."""
+        while len(self.live) > MOST_POINTS:
+            self.forget(next(iter(self.live)))
+        while len(self.spanning) > MOST_POINTS:
+            self.forget(*next(iter(self.spanning)))
 
     def _price_handoffs(self) -> None:
         """Where they matter beside the cascades that are known."""

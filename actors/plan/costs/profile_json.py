@@ -86,8 +86,8 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 
 def profile_json(profile: Profile) -> dict[str, object]:
-    """What `read_profile` reads back; live points become latency entries."""
-    measured = {key: profile.held(key) for key in profile.measured if key not in profile.live}
+    """What `read_profile` reads back; live points become latency entries, the one that ran last the last of them."""
+    measured = {key: profile.held(key) for key in sorted(profile.measured) if key not in profile.live}
     points = measured | {key: point.seconds for key, point in profile.live.items()}
     runs = profile.runs | {key: (point.count, point.text_tokens) for key, point in profile.live.items()}
     held = {
@@ -102,7 +102,7 @@ def profile_json(profile: Profile) -> dict[str, object]:
                 **({"text_tokens": profile.text_tokens[key]} if key in profile.text_tokens else {}),
                 **({"count": runs[key][0], "text_tokens": runs[key][1]} if key in runs else {}),
             }
-            for key, seconds in sorted(points.items())
+            for key, seconds in points.items()
         ],
         "ran_over_nodes": [
             {
@@ -113,7 +113,7 @@ def profile_json(profile: Profile) -> dict[str, object]:
                 "count": point.count,
                 "text_tokens": point.text_tokens,
             }
-            for (key, spanned), point in sorted(profile.spanning.items())
+            for (key, spanned), point in profile.spanning.items()
         ],
         "seen_handoffs": [
             {"num_bytes": num_bytes, "seconds": seconds}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.config import PlannerConfig, TrainConfig
-from actors.plan.costs.point import Samples
+from actors.plan.costs.point import MOST_POINTS, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import LEARNED, profile_json, read_profile, write_profile
 from actors.plan.costs.setting import ProfiledSetting
@@ -18,6 +18,7 @@ from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.make_plan import make_plan
+from actors.planning.observations import Observation, Witnesses
 from actors.planning.options import assumption, profile_of
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -162,6 +163,25 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
         profile.observe_handoff(1 << 25, 0.9)
     assert again.handoff == first.handoff
     assert again.cross_node.row_s == pytest.approx(first.cross_node.row_s)
+
+
+def test_of_thousands_of_points_those_that_ran_last_are_kept_and_priced_as_before(tmp_path: Path) -> None:
+    profile, again = (Profile.from_flops(MODEL.dit) for _ in range(2))
+    witnesses, often = Witnesses(), Samples.of(1, (1, 8, 8), 12)
+    for number in range(5000):
+        for part, seconds in ((Samples.of(1, (17, 8, 8 + number), 12), 1.0 + number), (often, 0.5)):
+            profile.observe("dit", part, 1, seconds)
+            one = Observation(module="dit", parts=(part,), degree=1, seconds=seconds, bag=(0,))
+            witnesses.saw([one])
+    assert len(profile.live) == MOST_POINTS and len(witnesses._bags) == 2 * MOST_POINTS
+    lately = [Samples.of(1, (17, 8, 8 + number), 12) for number in range(4900, 5000)]
+    assert [profile.price("dit", part, 1) for part in lately] == [1.0 + number for number in range(4900, 5000)]
+    assert profile.live[often.key("dit", 1)].count == 5000, "it was there first, and goes on running"
+    save_learned(profile, SETTING, tmp_path)
+    assert take_up(again, SETTING, tmp_path) == "" and list(again.live) == list(profile.live)
+    for one in (profile, again):  # the same goes, also after a resume
+        one.observe("dit", Samples.of(9, CLIP, 12), 1, 3.0)
+    assert list(again.live) == list(profile.live) and len(again.live) == MOST_POINTS
 
 
 def test_one_point_is_repaired_with_one_sentence() -> None:
