@@ -21,11 +21,12 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -311,11 +312,14 @@ def prune(
     would else lose the one that it has just written. What the storage does not let go now, or says nothing about, goes
     next time.
 
-    `known` are those that an earlier call has seen whole, and when COMPLETE was written; this one adds its own, and
-    takes out what is gone. Their files are not asked for again: of thousands of checkpoints that are kept there are
-    100,000 and more.
+    Sizes of files are asked for only where a checkpoint is kept in the place of others: of the `keep_last` newest, and
+    of those that stand for the same multiple. Elsewhere COMPLETE is enough: what is removed is so whole or not, and
+    what would be kept alone takes nothing but room where it is torn.
+
+    `known` are those that an earlier call has seen whole (with `keep_last` 0: that have COMPLETE), and when COMPLETE
+    was written; this one adds its own, and takes out what is gone. Their files are not asked for again: of thousands of
+    checkpoints that are kept there are 100,000 and more.
     """
-    whole, withheld = list[Path](), set[Path]()
     known = {} if known is None else known
     try:
         there = step_folders(root)
@@ -324,44 +328,64 @@ def prune(
         return []
     for gone in known.keys() - set(there):
         del known[gone]
-    for folder in there:
-        try:
-            # Where all are kept, one that is known is not taken for torn, and makes no other one go.
-            if (folder in known and not keep_last) or _is_known_whole(folder, known):
-                whole.append(folder)
-        except OSError as error:
-            log.warning("%s is not removed now: %s", folder, error)
-            withheld.add(folder)
-    found = [folder for folder in whole if until is None or _step_of(folder) <= until]
-    if not found:
+    look = _Asking(known)
+    if not keep_last:
+        keep = [folder for folder in _until(there, until) if look.is_marked(folder, again=False)]
+        newest = keep[-1:]
+    else:
+        marked = [folder for folder in _until(there, until) if look.is_marked(folder)]
+        newest = list(islice(filter(look.is_whole, reversed(marked)), keep_last))
+        keep = [*newest, *_milestones(marked, keep_every, look.is_whole)]
+    if not newest:
         return []
-    keep = withheld | set(found[-keep_last:])  # all of them for 0
-    keep |= _milestones(found, keep_every)
-    newest = _step_of(found[-1])
-    keep |= {folder for folder in there if _step_of(folder) in writing}
-    old = [folder for folder in there if folder not in keep and _step_of(folder) <= newest]
+    kept = look.withheld.union(keep) | {folder for folder in there if _step_of(folder) in writing}
+    old = [folder for folder in _until(there, _step_of(newest[0])) if folder not in kept]
     return [folder for folder in old if _try_to_remove(folder)]
 
 
-def _is_known_whole(folder: Path, known: dict[Path, int]) -> bool:
-    """`is_complete`, whose answer stays until COMPLETE is another one."""
-    marked_at = _marked_at(folder)
-    if marked_at is not None and known.get(folder) == marked_at:
+def _until(folders: Sequence[Path], step: int | None) -> list[Path]:
+    return [folder for folder in folders if step is None or _step_of(folder) <= step]
+
+
+class _Asking:
+    """What a call of `prune` asks of each checkpoint, once. What storage says nothing about is none, and `withheld`."""
+
+    def __init__(self, known: dict[Path, int]) -> None:
+        self._known, self._marked_at = known, dict[Path, int]()
+        self.withheld: set[Path] = set()
+
+    def is_marked(self, folder: Path, again: bool = True) -> bool:
+        """Whether it has COMPLETE. Not `again`: one that is known stays so, and others are from now on."""
+        if not again and folder in self._known:
+            return True
+        try:
+            self._marked_at[folder] = (folder / COMPLETE).stat().st_mtime_ns
+        except OSError as error:
+            self._known.pop(folder, None)
+            self._withhold(folder, error)
+            return False
+        if not again:
+            self._known[folder] = self._marked_at[folder]
         return True
-    if not is_complete(folder):
-        known.pop(folder, None)
-        return False
-    if marked_at is not None:
-        known[folder] = marked_at
-    return True
 
+    def is_whole(self, folder: Path) -> bool:
+        """`is_complete` of one that is marked, whose answer stays until COMPLETE is another one."""
+        if self._known.get(folder) == self._marked_at[folder]:
+            return True
+        self._known.pop(folder, None)
+        try:
+            found = folder not in self.withheld and is_complete(folder)
+        except OSError as error:
+            self._withhold(folder, error)
+            return False
+        if found:
+            self._known[folder] = self._marked_at[folder]
+        return found
 
-def _marked_at(folder: Path) -> int | None:
-    """When COMPLETE was written, in nanoseconds; None where it is not there or storage does not say."""
-    try:
-        return (folder / COMPLETE).stat().st_mtime_ns
-    except OSError:
-        return None
+    def _withhold(self, folder: Path, error: OSError) -> None:
+        if _may_pass(error):
+            log.warning("%s is not removed now: %s", folder, error)
+            self.withheld.add(folder)
 
 
 def stands_for_multiple(step: int, every: int, before: int | None) -> bool:
@@ -375,13 +399,15 @@ def stands_for_multiple(step: int, every: int, before: int | None) -> bool:
     return before is not None and before < step and steps // every > (before + 1) // every
 
 
-def _milestones(folders: Sequence[Path], every: int) -> set[Path]:
-    """The first of them, which are in order, at or after each multiple of `every` steps; none for 0."""
-    first: dict[int, Path] = {}
+def _milestones(folders: Sequence[Path], every: int, is_whole: Callable[[Path], bool]) -> set[Path]:
+    """The first whole one of them, which are in order, at or after each multiple of `every` steps; none for 0. Where
+    there is one alone, it is not asked."""
+    standing: dict[int, list[Path]] = {}
     for folder in folders if every else ():
-        first.setdefault((_step_of(folder) + 1) // every, folder)
-    first.pop(0, None)
-    return set(first.values())
+        standing.setdefault((_step_of(folder) + 1) // every, []).append(folder)
+    standing.pop(0, None)
+    found = (next(filter(is_whole, some), None) if len(some) > 1 else some[0] for some in standing.values())
+    return {folder for folder in found if folder is not None}
 
 
 def forecast_bytes(total: int, *, weight_bytes: int, num_shards: int = 1, num_parameters: int = 0) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 import threading
 import zlib
@@ -400,7 +401,7 @@ def test_each_multiple_has_one_checkpoint_that_stands_for_it_and_is_kept(steps: 
     first = {next((step for step in steps if step >= multiple - 1), None) for multiple in range(every, 402, every)}
     assert standing == sorted(first - {None})
     assert {Path(f"step-{step}") for step in standing} == checkpoint_files._milestones(
-        [Path(f"step-{step}") for step in steps], every
+        [Path(f"step-{step}") for step in steps], every, lambda folder: True
     )
 
 
@@ -482,20 +483,60 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
     assert latest(tmp_path) == step_folder(tmp_path, 19)
 
 
+@pytest.mark.parametrize(("mute", "removed"), [("step-19", ["step-9", "step-29"]), ("step-39", ["step-9", "step-19"])])
 def test_prune_goes_on_where_storage_does_not_give_one_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mute: str, removed: list[str]
 ) -> None:
     for step in (9, 19, 29, 39):
         write(tmp_path, step)
-    listed = checkpoint_files._listed
+    stat = Path.stat
 
-    def given(folder: Path) -> list[checkpoint_files.File]:
-        if folder.name == "step-19":
-            raise OSError(errno.EIO, "Input/output error", str(folder))
-        return listed(folder)
+    def given(path: Path, **how: bool) -> os.stat_result:
+        if path.parent.name == mute and (mute == "step-19" or path.name != COMPLETE):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, **how)
 
-    monkeypatch.setattr(checkpoint_files, "_listed", given)
-    assert [folder.name for folder in prune(tmp_path, keep_last=1)] == ["step-9", "step-29"]
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "stat", given)
+        assert [folder.name for folder in prune(tmp_path, keep_last=1)] == removed
+
+
+@pytest.mark.parametrize(("keep_last", "keep_every", "most"), [(0, 0, 50), (2, 0, 50 + 2 * 65), (2, 10, 50 + 2 * 65)])
+def test_the_first_look_at_many_checkpoints_asks_for_no_sizes_of_those_that_stand_in_nobody_s_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, keep_every: int, most: int
+) -> None:
+    """50 of 64 shards took 3,250 calls of the controller after each of its starts."""
+    last = write(tmp_path, 499, size=64)
+    for step in range(9, 499, 10):
+        shutil.copytree(last, step_folder(tmp_path, step))
+    torn = step_folder(tmp_path, 5)
+    begin(torn)
+    asked, stat = list[Path](), Path.stat
+    with monkeypatch.context() as counting:
+        counting.setattr(Path, "stat", lambda path, **how: asked.append(path) or stat(path, **how))
+        removed = prune(tmp_path, keep_last, keep_every, until=499, known={})
+    assert torn in removed and len(removed) == (49 if keep_last and not keep_every else 1)
+    assert len([path for path in asked if path.parent.parent == tmp_path]) <= most + 1
+
+
+def test_of_several_that_stand_for_a_multiple_the_first_whole_one_is_kept(tmp_path: Path) -> None:
+    for step in (9, 12, 15, 19, 29, 39):
+        write(tmp_path, step)
+    shard = next(step_folder(tmp_path, 9).glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    removed = prune(tmp_path, keep_last=1, keep_every=10)
+    assert [folder.name for folder in removed] == ["step-9", "step-15"]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_newest_checkpoint_that_is_cut_short_keeps_no_place_of_a_whole_one(tmp_path: Path, keep_last: int) -> None:
+    for step in (9, 19, 29, 39):
+        write(tmp_path, step)
+    shard = next(step_folder(tmp_path, 39).glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    removed = prune(tmp_path, keep_last=keep_last)
+    assert [folder.name for folder in removed] == ["step-9", "step-19"][: 3 - keep_last]
+    assert latest(tmp_path) == step_folder(tmp_path, 29)
 
 
 def test_a_first_state_that_may_not_be_read_any_more_is_as_one_that_is_gone(
