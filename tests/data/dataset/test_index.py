@@ -471,6 +471,44 @@ def test_many_rows_in_one_shard_cross_row_groups(tmp_path, footers):
     assert len(footers) == 1, "that of a large part takes ten times as long as a row"
 
 
+@pytest.mark.parametrize("rows_per_group", [None, 4096], ids=["as it is made", "as it was made before"])
+def test_a_draw_from_a_large_part_decodes_few_rows_and_those_that_are_held_are_bounded(
+    tmp_path, monkeypatch, rows_per_group
+):
+    """For a table of a million rows three draws of four decoded 4,096 for one."""
+    path = tmp_path / "a.tar"
+    image = picture(16, 16)
+    path.write_bytes(shard([member for i in range(8200) for member in sample(i, mp4=None, png=image, json=None)]))
+    index, _ = index_of(path, tmp_path / "cache")
+    if rows_per_group is not None:
+        (file,) = {one.file for one in index.parts}
+        pq.write_table(pq.read_table(file), file, row_group_size=rows_per_group)
+    decoded: list[int] = []
+    read = pq.ParquetFile.read_row_group
+
+    def counting(file: pq.ParquetFile, group: int) -> pa.Table:
+        table = read(file, group)
+        decoded.append(table.num_rows)
+        return table
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counting)
+    index.rows_kept = 4096
+    for number in (*range(0, 8200, 1000), *range(0, 8200, 1000)):
+        assert index.row(number).key == f"{number:06d}"
+        assert sum(table.num_rows for table in index._groups.values()) <= 4096
+    assert max(decoded) <= (rows_per_group or 1024) and len(decoded) <= 18
+
+
+def test_row_groups_of_many_small_parts_that_are_held_are_bounded(tmp_path):
+    (tmp_path / "shards").mkdir()
+    for number in range(5):
+        (tmp_path / "shards" / f"{number:05d}.tar").write_bytes(shard(good(2)))
+    index, _ = index_of(tmp_path / "shards", tmp_path / "cache")
+    index.groups_kept = 3
+    assert [index.row(2 * number).key for number in range(5)] == ["000000"] * 5
+    assert [shard for shard, _ in index._groups] == [2, 3, 4]
+
+
 def test_footers_of_a_few_parts_are_kept(tmp_path, footers):
     (tmp_path / "shards").mkdir()
     for number in range(FOOTERS_KEPT + 1):
