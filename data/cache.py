@@ -21,13 +21,15 @@ import hashlib
 import io
 import json
 import logging
+import os
 import queue
+import re
 import shutil
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +54,9 @@ FOR_GOOD = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS) 
 OVERHEAD_BYTES = 136  # of an entry beside its numbers: NumPy's header and the checksum
 _TRIES, _RETRY_S = 4, 1.0  # of a read of `take` that storage refuses
 _LISTERS = 16  # folders listed at a time: on a shared file system each takes some milliseconds
-_BAD = ".bad"
+_ENTRY, _BAD = ".npy", ".bad"
+_KEY = re.compile("[0-9a-f]{64}")
+_KEY_BYTES = 32
 _SEAL = b"crc1"
 
 
@@ -94,12 +98,41 @@ def _decoder_of(clip: Clip, config: DataConfig) -> str:
     return f"{config.engine.decoder} {version}"
 
 
+class EntryNames:
+    """Keys of entries, in order, 32 bytes each: as strings in a set ten million took more than a GB."""
+
+    def __init__(self, packed: bytes = b"") -> None:
+        """`packed`: one after the other, in any order."""
+        self._sorted = np.sort(np.frombuffer(packed, dtype=f"S{_KEY_BYTES}"))
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[str]:
+        packed = self._sorted.tobytes()
+        return (packed[at : at + _KEY_BYTES].hex() for at in range(0, len(packed), _KEY_BYTES))
+
+    def place(self, key: str) -> int:
+        """Its number among them; -1 of one that is not there."""
+        wanted = np.frombuffer(bytes.fromhex(key), dtype=self._sorted.dtype)
+        place = int(np.searchsorted(self._sorted, wanted)[0])
+        return place if place < len(self) and self._sorted[place] == wanted[0] else -1
+
+    def digest(self) -> str:
+        """Equal where they are."""
+        return hashlib.blake2b(self._sorted.tobytes(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
     """The names of all entries of a kind, and of the clips that cannot be decoded."""
 
-    entries: frozenset[str]
-    bad: frozenset[str]
+    entries: EntryNames
+    bad: EntryNames
+
+    def digest(self) -> str:
+        """Equal where the same are there."""
+        return f"{self.entries.digest()} {self.bad.digest()}"
 
 
 class Cache:
@@ -182,13 +215,11 @@ class Cache:
 
     def listing(self, kind: EntryKind) -> Listing:
         """By the names of all files, without a look at one."""
-        entries: list[str] = []
-        bad: list[str] = []
+        folders = (self.root / kind / f"{number:02x}" for number in range(256))
         with ThreadPoolExecutor(_LISTERS) as listers:
-            for names in listers.map(names_in, (self.root / kind / f"{number:02x}" for number in range(256))):
-                entries += [name[:-4] for name in names if name.endswith(".npy") and name[0] != "."]
-                bad += [name[: -len(_BAD)] for name in names if name.endswith(_BAD)]
-        return Listing(entries=frozenset(entries), bad=frozenset(bad))
+            packed = list(listers.map(_packed_names, folders))
+        entries, bad = (b"".join(part) for part in zip(*packed, strict=True))
+        return Listing(entries=EntryNames(entries), bad=EntryNames(bad))
 
     def put(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Keep an array. False when it could not be: training goes on without."""
@@ -241,6 +272,15 @@ class Cache:
         )
         self.why_not, self.full = why, True  # in this order, as another thread asks why once it is full
         return False
+
+
+def _packed_names(folder: Path) -> tuple[bytes, bytes]:
+    """Keys of the entries in a folder, and of the marks."""
+    packed = {suffix: bytearray() for suffix in (_ENTRY, _BAD)}
+    for stem, suffix in map(os.path.splitext, names_in(folder)):
+        if suffix in packed and _KEY.fullmatch(stem):
+            packed[suffix] += bytes.fromhex(stem)
+    return bytes(packed[_ENTRY]), bytes(packed[_BAD])
 
 
 def kept_kinds(config: CacheConfig) -> tuple[EntryKind, ...]:

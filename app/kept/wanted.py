@@ -9,11 +9,14 @@ Names are those that a run itself gives (`actors.feed.item_cache`): no pixel is 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from actors.feed.encoders import Encoders
 from actors.feed.item_cache import KINDS, ItemCache
@@ -23,18 +26,18 @@ from actors.plan.types import Module
 from app.inputs.beside import live_texts
 from app.inputs.items import open_dataset
 from app.inputs.profiles import gpu_of, profile_of
+from app.kept.verdict import WholeVerdict
 from app.settings.config import RunConfig
 from app.validation.clips import held_out_data, held_out_items
-from data.cache import OVERHEAD_BYTES, EntryKind, Listing
+from data.cache import OVERHEAD_BYTES, EntryKind, EntryNames, Listing
 from data.dataset.dataset import Dataset
 from data.dataset.every_draw import ClipCut, every_row, item_of, told_clips
 from data.dataset.index import IndexRow
-from data.decode import caption_of, fault_of
+from data.decode import AVI_VERSION, DECODE_VERSION, TURNED_VERSION, caption_of, fault_of
 from data.ledger import BadSample, Fault
 from data.storage import kept_open
 from data.types import Bucket, Clip, DataItem, DecodeJob
 from ops.counted import counted
-from ops.geometry import Geometry
 from ops.models.folders import resolve
 from ops.typed import ConfigError
 
@@ -135,33 +138,88 @@ def look(
 
     Raises DataError and ValueError as the opening of the data does.
     """
-    model, geometry = resolve(config.model)
-    dataset = open_dataset(config, geometry, profile_of(config, model, geometry), bad_list=bad_list)
-    device = replace(config.workers, device="cuda" if cuda else "cpu")
-    facts = item_facts(config.data, config.train, device, model, geometry)
-    survey = _Survey(dataset, ItemCache(config.data, facts.encoders, geometry), geometry, modules)
-    total = dataset.ledger.planned
-    for done, (row, cuts, told) in enumerate(survey.read(every_row(dataset)), start=1):
+    asked = _Asked(config, cuda, modules, bad_list)
+    return _look(asked, asked.listed(), progress)
+
+
+def _look(
+    asked: _Asked, listed: dict[EntryKind, Listing], progress: Callable[[int, int], None] = lambda done, total: None
+) -> CacheLook:
+    survey, total = _Survey(asked, listed), asked.dataset.ledger.planned
+    for done, (row, cuts, told) in enumerate(survey.read(every_row(asked.dataset)), start=1):
         survey.add_row(row, cuts, told)
         progress(done, total)
-    if config.validation.every and config.validation.sources:
-        of_held_out = ItemCache(held_out_data(config), facts.encoders, geometry)
-        for item in held_out_items(replace(config, model=model), geometry):
-            survey.add_item(item, of_held_out)
-    for text in live_texts(config) if not facts.encoders.picture_rows else ():
-        survey.add_text(text)
+    asked.add_beside(survey)
     return survey.found()
+
+
+class _Asked:
+    """What a run asks its cache for: its data, and what it takes from there beside its steps."""
+
+    def __init__(self, config: RunConfig, cuda: bool, modules: Sequence[Module], bad_list: Path | None = None) -> None:
+        """Raises as `look`."""
+        self._config, self.modules = config, tuple(modules)
+        self._model, self.geometry = resolve(config.model)
+        profile = profile_of(config, self._model, self.geometry)
+        self.dataset = open_dataset(config, self.geometry, profile, bad_list=bad_list)
+        device = replace(config.workers, device="cuda" if cuda else "cpu")
+        self._encoders = item_facts(config.data, config.train, device, self._model, self.geometry).encoders
+        self.cache = ItemCache(config.data, self._encoders, self.geometry)
+
+    def listed(self) -> dict[EntryKind, Listing]:
+        """What is there."""
+        return {kind: self.cache.cache.listing(kind) for kind in map(KINDS.__getitem__, self.modules)}
+
+    def add_beside(self, survey: _Survey) -> None:
+        """Its held-out clips, and the texts of its samples."""
+        config = self._config
+        if config.validation.every and config.validation.sources:
+            of_held_out = ItemCache(held_out_data(config), self._encoders, self.geometry)
+            for item in held_out_items(replace(config, model=self._model), self.geometry):
+                survey.add_item(item, of_held_out)
+        for text in live_texts(config) if not self._encoders.picture_rows else ():
+            survey.add_text(text)
+
+    def key(self) -> str:
+        """Equal for runs that ask for the same entries: of all that their names are made of. For the rows of a source
+        the hash of its index stands, and what its files are: names of latents go by where a clip lies and its time."""
+        none = Listing(entries=EntryNames(), bad=EntryNames())
+        beside = _Survey(self, {KINDS[module]: none for module in self.modules})
+        self.add_beside(beside)
+        names_beside = sorted(one.key for account in beside.found().kinds.values() for one in account.missing)
+        plan, data = self.dataset.planner, self._config.data
+        stages = [
+            (
+                [weight > 0 for weight in stage.weights],
+                stage.crop,
+                [[str(choice.bucket) for choice in choices] for choices in stage.choices],
+            )
+            for stage in plan.stages
+        ]
+        decoder = data.engine.decoder, DECODE_VERSION, AVI_VERSION, TURNED_VERSION
+        names = self.modules, self._encoders, self.geometry, decoder, data.limits, plan.identity, stages
+        found = hashlib.blake2b(repr((*names, names_beside)).encode(), digest_size=16)
+        for index, population in zip(self.dataset.indexes, plan.populations, strict=True):
+            found.update(population.shape.tobytes())  # that each row has, and which rows are drawn
+            for one in index.parts:
+                made = one.file.stat()
+                found.update(repr((one.part, str(one.file.absolute()), made.st_size, made.st_mtime_ns)).encode())
+        return found.hexdigest()
 
 
 class _Survey:
     """Counts entries, each once."""
 
-    def __init__(self, dataset: Dataset, cache: ItemCache, geometry: Geometry, modules: Sequence[Module]) -> None:
-        self._dataset, self._cache, self._geometry = dataset, cache, geometry
-        self._modules = tuple(modules)
-        self._kinds: dict[EntryKind, KindAccount] = {KINDS[module]: KindAccount() for module in modules}
-        self._listed: dict[EntryKind, Listing] = {kind: cache.cache.listing(kind) for kind in self._kinds}
-        self._seen: set[bytes] = set()
+    def __init__(self, asked: _Asked, listed: dict[EntryKind, Listing]) -> None:
+        self._dataset, self._cache, self._geometry = asked.dataset, asked.cache, asked.geometry
+        self._modules = asked.modules
+        self._kinds: dict[EntryKind, KindAccount] = {kind: KindAccount() for kind in listed}
+        self._listed = listed
+        self._marks = {
+            kind: (np.zeros(len(listing.entries), bool), np.zeros(len(listing.bad), bool))
+            for kind, listing in listed.items()
+        }
+        self._missing: set[bytes] = set()
         self._untold: list[Fault] = []
         self._moving, self._moving_name = 0, ""
 
@@ -255,15 +313,19 @@ class _Survey:
             )
 
     def _count(self, one: WantedEntry) -> None:
-        account, listed = self._kinds[one.kind], self._listed[one.kind]
-        if (name := bytes.fromhex(one.key)) in self._seen:
+        account, listed, marks = self._kinds[one.kind], self._listed[one.kind], self._marks[one.kind]
+        for names, seen in zip((listed.entries, listed.bad), marks, strict=True):
+            if (place := names.place(one.key)) < 0:
+                continue
+            if not seen[place]:
+                seen[place] = True
+                if names is listed.entries:
+                    account.there[one.source] += 1
+                else:
+                    account.bad.append(one)
             return
-        self._seen.add(name)
-        if one.key in listed.entries:
-            account.there[one.source] += 1
-        elif one.key in listed.bad:
-            account.bad.append(one)
-        else:
+        if (name := bytes.fromhex(one.key)) not in self._missing:
+            self._missing.add(name)
             account.missing.append(one)
 
 
@@ -275,24 +337,37 @@ def text_rows(text: str, encoders: Encoders) -> int:
 
 def check_only(config: RunConfig, *, cuda: bool) -> str:
     """What a run that trains from its cache alone finds there, in words. Raises ConfigError where it would miss an
-    entry, and what `look` raises."""
-    found = look(config, cuda=cuda, modules=from_cache(config.data.cache))
-    if why := _why_not_only(found, config):
+    entry, and what `look` raises. A cache that had everything is not asked for each clip again by a run that asks for
+    the same, as long as the same entries are there."""
+    told, why = _answer(config, cuda=cuda, keeps=True)
+    if why:
         raise ConfigError(why)
-    return found.describe()
+    return told
+
+
+def _answer(config: RunConfig, *, cuda: bool, keeps: bool) -> tuple[str, str]:
+    """(what is there, in a line; why the run would not start with that). `keeps`: where it would, a later start asks
+    for the list of entries alone."""
+    asked = _Asked(config, cuda, from_cache(config.data.cache))
+    listed = asked.listed()
+    verdict = WholeVerdict.of(asked.cache.cache.root, asked.key(), listed.values())
+    if told := verdict.told():
+        return told, ""
+    found = _look(asked, listed)
+    if why := _why_not_only(found, config):
+        lacking = found.lacking() or "latents of clips that no draw begins at the same frame"
+        return f"cache     lacks {lacking}: as it is this run does not start", why
+    if keeps:
+        verdict.keep(found.describe())
+    return found.describe(), ""
 
 
 def cache_preview(config: RunConfig) -> tuple[str, str]:
     """(what of a cache that a run trains from alone is there, in a line; why it would not start with that); both "" of
     another run. Raises what `look` raises."""
-    modules = from_cache(config.data.cache)
-    if not modules:
+    if not from_cache(config.data.cache):
         return "", ""
-    found = look(config, cuda=bool(gpu_of(config)), modules=modules)
-    if why_not := _why_not_only(found, config):
-        lacking = found.lacking() or "latents of clips that no draw begins at the same frame"
-        return f"cache     lacks {lacking}: as it is this run does not start", why_not
-    return found.describe(), ""
+    return _answer(config, cuda=bool(gpu_of(config)), keeps=False)
 
 
 def _why_not_only(found: CacheLook, config: RunConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -37,17 +38,19 @@ from app.cli import app
 from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
-from app.kept.wanted import CacheLook, KindAccount, WantedEntry, check_only, look
+from app.kept.wanted import CacheLook, KindAccount, WantedEntry, cache_preview, check_only, look
 from app.plan.dry_run import dry_run
 from app.proof.command import settings_of
 from app.sampling.kept_texts import kept_texts
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
+from app.settings.sections import ValidationConfig
 from app.validation.clips import held_out_clips, held_out_data
 from app.validation.work import HeldOutPart, KeptClips
 from data.cache import Cache, CacheWriter
 from data.config import CacheConfig
 from data.dataset.every_draw import every_row
+from data.dataset.index import Index, IndexRow
 from data.decode import decode_job
 from data.engines.engine import make_engine
 from data.ledger import BadSample, Ledger, Reason
@@ -587,6 +590,69 @@ def test_a_run_that_lacks_entries_is_refused_with_their_number_the_first_and_the
     lost.unlink()
     with pytest.raises(ConfigError, match="lacks 1 of 21 texts, the first is the caption ''"):
         check_only(config, cuda=False)
+
+
+def test_a_cache_that_was_whole_is_not_asked_for_each_clip_again(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ten million clips every start and resume read all rows and captions for an hour or two."""
+    given = config_of(clips, tmp_path / "cache", "demo", *SAMPLES, *held_out(clips))
+    filled(given)
+    config = from_cache(given)
+    rows: list[int] = []
+    read = Index.row
+
+    def counting(index: Index, row: int) -> IndexRow:
+        rows.append(index.ordinal)
+        return read(index, row)
+
+    def asked(config: RunConfig) -> int:
+        rows.clear()
+        assert "has all of" in check_only(config, cuda=False)
+        return len(rows) - held
+
+    monkeypatch.setattr(Index, "row", counting)
+    held = 0
+    first = asked(replace(config, validation=ValidationConfig()))
+    assert first >= 10 and asked(replace(config, validation=ValidationConfig())) == 0
+    assert asked(config) >= first, "held-out clips are other entries"
+    held = asked(config)
+    assert 0 < held < first and asked(config) == 0, "these alone, which are few"
+    assert cache_preview(config) == (check_only(config, cuda=False), "")
+
+    seldom = replace(config, data=replace(config.data, caption_dropout=0.0))
+    assert asked(seldom) > 0 and asked(seldom) == asked(config) == 0, "each by its caption policy"
+    for folder in ("shards", "index"):
+        shutil.copytree(clips / folder, tmp_path / "moved" / folder)
+    moved = from_cache(config_of(tmp_path / "moved", tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="lacks latents of 10 of 10 clips"):
+        check_only(moved, cuda=False)
+    store = looked(given).cache.cache
+    lost = store._path("text", next(iter(store.listing("text").entries)))
+    content = lost.read_bytes()
+    lost.unlink()
+    store.put("text", "ab" * 32, np.ones((4, 8), np.float32))  # as many as before
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="lacks 1 of"):
+            check_only(config, cuda=False)
+    lost.write_bytes(content)
+    assert asked(config) > 0 and asked(config) == 0, "whatever else is there"
+
+
+def test_a_verdict_that_cannot_be_read_or_kept_is_none(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = from_cache(config_of(clips, tmp_path))
+    filled(config_of(clips, tmp_path))
+    told = check_only(config, cuda=False)
+    (verdict,) = (tmp_path / "whole").iterdir()
+    kept = verdict.read_bytes()
+    for damaged in (b"", b"[]", kept[:-9], b'{"there": []}'):
+        verdict.write_bytes(damaged)
+        assert check_only(config, cuda=False) == told and verdict.read_bytes() == kept
+    shutil.rmtree(verdict.parent)
+    verdict.parent.touch()
+    assert check_only(config, cuda=False) == told and "cannot be kept there" in caplog.text
 
 
 SAMPLES = ["sample={prompts: [a red disc, a blue disc], negative_prompt: blurred, every: 100, steps: 2}"]

@@ -1,6 +1,7 @@
 import errno
 import multiprocessing
 import os
+import random
 import threading
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.cache import Cache, CacheWriter, Listing, latent_key, latent_keys, text_key
+from data.cache import Cache, CacheWriter, EntryNames, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
 from data.decode import AVI_VERSION, DECODE_VERSION, TURNED_VERSION
 from data.errors import DataIOError, DataUnreachable
@@ -272,20 +273,40 @@ def test_an_entry_that_is_damaged_or_gone_is_a_fault_of_its_sample_and_is_made_a
         with pytest.raises(BadSample, match=said) as caught:
             store.take("text", key, range(5), 8)
         assert caught.value.reason is Reason.NOT_CACHED
-    assert store.listing("text").entries == frozenset(), "the next `heddle data cache` finds it missing"
+    assert not len(store.listing("text").entries), "the next `heddle data cache` finds it missing"
+
+
+def test_names_of_entries_are_found_in_their_order_whatever_their_bytes(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    keys = [draw.randbytes(32).hex() for _ in range(500)] + [f"{number:02x}" * 32 for number in range(256)]
+    keys += ["00" * 31 + "01", "01" + "00" * 31, "01" * 31 + "00"]
+    there, others = keys[::2], keys[1::2]
+    names = EntryNames(b"".join(map(bytes.fromhex, there)))
+    assert list(names) == sorted(there) and len(names) == len(there)
+    assert [names.place(key) for key in sorted(there)] == list(range(len(there)))
+    assert {names.place(key) for key in others} == {-1} == {EntryNames().place(keys[0])}
+    assert names.digest() == EntryNames(b"".join(map(bytes.fromhex, reversed(there)))).digest()
+    assert names.digest() != EntryNames(b"".join(map(bytes.fromhex, others))).digest()
+    store = Cache(CacheConfig(path=str(tmp_path)))
+    folder = store._path("text", keys[0]).parent
+    folder.mkdir(parents=True)
+    for name in (f"{keys[0]}.npy", f".{keys[0]}.npy.1.part", "notes.npy", f"{keys[0].upper()}x.npy", f"{keys[0]}.txt"):
+        (folder / name).touch()
+    assert list(store.listing("text").entries) == [keys[0]]
 
 
 def test_a_mark_says_why_there_is_no_entry_until_there_is_one(tmp_path: Path) -> None:
     store, key, _ = stored(tmp_path)
     other = text_key("b", "t5", 226)
     assert store.mark("text", other, BadSample(Reason.TRUNCATED_VIDEO, "ends 3 frames early", 512))
-    assert store.listing("text") == Listing(entries=frozenset({key}), bad=frozenset({other}))
+    listed = store.listing("text")
+    assert (list(listed.entries), list(listed.bad)) == ([key], [other])
     with pytest.raises(BadSample) as caught:
         store.take("text", other, range(5), 8)
     assert (caught.value.reason, caught.value.detail) == (Reason.TRUNCATED_VIDEO, "ends 3 frames early")
     assert caught.value.offset == 512
     store.put("text", other, np.ones((4, 8), np.float32))
-    assert store.listing("text").bad == frozenset() and len(store.take("text", other, range(5), 8)) == 4
+    assert not len(store.listing("text").bad) and len(store.take("text", other, range(5), 8)) == 4
 
 
 def test_storage_that_fails_is_no_fault_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
