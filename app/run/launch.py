@@ -48,7 +48,7 @@ from app.run.leftovers import end_leftovers
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.run.memory import check_memory
 from app.run.outcomes import ALL_HAPPENED, OUTCOME, note_start, tell_failure, told_so_far, worth_keeping
-from app.run.ray_train import trained
+from app.run.ray_train import follow_run
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.errors import one_line
@@ -140,7 +140,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
                 check_capacity(config)
                 note_start(folder)
                 begin = told_so_far(folder)
-                outcome = trained(config, folder, lock.token, changes, _note, signals)
+                outcome = follow_run(config, folder, lock.token, changes, _note, signals)
             finally:
                 signals.over()
                 shut_down_ray()

@@ -37,6 +37,7 @@ from app.settings.resume import Change
 
 if TYPE_CHECKING:
     from ray.train import Result
+    from ray.train.torch import TorchTrainer
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ CONTROLLERS = 10  # that Ray Train starts in the place of others
 R = TypeVar("R")
 
 
-def trained(
+def follow_run(
     config: RunConfig,
     folder: Path,
     token: str,
@@ -60,18 +61,18 @@ def trained(
     interrupted at once."""
     with Follower(folder, config.train.steps) as follower, signals.stopping(folder, lambda: follower.has_begun):
         try:
-            returned = _fit(config, folder, token, changes, note)
+            returned = _run_controller(config, folder, token, changes, note)
         except RayGone as error:
             return Outcome(
                 code=Exit.FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1
             )
         except Exception as error:  # Ray Train has given up; it raises many kinds
             log.debug("Ray Train has given up", exc_info=True)
-            return _rescued(config, folder, error)
+            return _rescue_outcome(config, folder, error)
     return (
         read_outcome(folder, token)
         or returned
-        or _rescued(
+        or _rescue_outcome(
             config,
             folder,
             RuntimeError("another start has taken over the folder, or its controller ended without a word"),
@@ -79,7 +80,7 @@ def trained(
     )
 
 
-def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
+def _rescue_outcome(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
     from actors.run.rescue import rescue
 
@@ -105,7 +106,7 @@ def _on_disk(folder: Path) -> str:
     return "No step of it is on disk; start it again"
 
 
-def _fit(
+def _run_controller(
     config: RunConfig, folder: Path, token: str, changes: Sequence[Change], note: Callable[[str], None]
 ) -> Outcome | None:
     """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned.
@@ -114,51 +115,28 @@ def _fit(
     since, another version of Ray) must not refuse this one. None also where the folder says how the run ended and Ray
     Train does not come to its end. Raises RayGone when Ray itself has ended.
     """
-    from ray.train import FailureConfig, ScalingConfig
-    from ray.train import RunConfig as TrainRun
-    from ray.train.torch import TorchConfig, TorchTrainer
-
     from actors.ray_calls import nodes
 
     ask_own_cluster()
-    own = folder / RAY_TRAIN
-    shutil.rmtree(own, ignore_errors=True)
+    shutil.rmtree(folder / RAY_TRAIN, ignore_errors=True)
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
     # Ray hands on what the loop returns; its types say that a loop returns nothing
     loop: Any = in_environment(controller_loop, tracker_environment(config.track))
 
-    def trainer(number: int) -> TorchTrainer:
-        return TorchTrainer(
-            loop,
-            train_loop_config=dict(
-                ControllerStart(
-                    yaml=config.to_yaml(),
-                    run_dir=str(folder),
-                    token=token,
-                    changes=[str(change) for change in changes],
-                    cluster=given_cluster(config),
-                )
-            ),
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
-            run_config=TrainRun(
-                name=label_of(folder.name),
-                storage_path=str(own / f"{token[:12]}-{number}"),
-                failure_config=FailureConfig(max_failures=CONTROLLERS),
-            ),
-        )
+    def fit(number: int) -> Result:
+        return _trainer(loop, config, folder, token, changes, number).fit()
 
     # In a thread Ray Train leaves Ctrl-C alone, so that `RunSignals` can let the controller write a checkpoint.
     result: Future[Result] = Future()
 
-    def fit() -> None:
+    def fit_in_thread() -> None:
         try:
-            result.set_result(fitted(lambda number: trainer(number).fit(), folder, note))
+            result.set_result(fit_while_progressing(fit, folder, note))
         except BaseException as error:  # a thread boundary: raised again by result()
             with suppress(InvalidStateError):  # nobody waits any more
                 result.set_exception(error)
 
-    threading.Thread(target=fit, name="ray-train", daemon=True).start()
+    threading.Thread(target=fit_in_thread, name="ray-train", daemon=True).start()
     ControllerWatch(folder, nodes, lambda: _trouble(folder), note).start(result.done)
     wait_while_ray_lives(result, lambda: has_ended(folder, token))
     if result.cancel():  # whoever asks Ray until it is there ends as well
@@ -166,6 +144,34 @@ def _fit(
         return None
     returned: EndedRun | None = getattr(result.result(), "return_value", None)
     return Outcome(**returned) if returned else None
+
+
+def _trainer(
+    loop: Any, config: RunConfig, folder: Path, token: str, changes: Sequence[Change], number: int
+) -> TorchTrainer:
+    from ray.train import FailureConfig, ScalingConfig
+    from ray.train import RunConfig as TrainRun
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    return TorchTrainer(
+        loop,
+        train_loop_config=dict(
+            ControllerStart(
+                yaml=config.to_yaml(),
+                run_dir=str(folder),
+                token=token,
+                changes=[str(change) for change in changes],
+                cluster=given_cluster(config),
+            )
+        ),
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
+        run_config=TrainRun(
+            name=label_of(folder.name),
+            storage_path=str(folder / RAY_TRAIN / f"{token[:12]}-{number}"),
+            failure_config=FailureConfig(max_failures=CONTROLLERS),
+        ),
+    )
 
 
 def ask_own_cluster() -> None:
@@ -188,7 +194,7 @@ def _trouble(folder: Path) -> str:
     return get(monitor_of(folder).trouble.remote(), timeout=_ANSWER_S)
 
 
-def fitted(fit: Callable[[int], R], folder: Path, note: Callable[[str], None]) -> R:
+def fit_while_progressing(fit: Callable[[int], R], folder: Path, note: Callable[[str], None]) -> R:
     """What `fit` returns, called again with the next number where Ray Train gives up a run that has committed steps
     since: it counts the controllers that have died for as long as it lives, and in a month there may be many. Raises
     what Ray Train raises where they came to nothing."""

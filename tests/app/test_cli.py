@@ -407,7 +407,7 @@ def test_a_run_that_had_no_controller_is_told_in_its_events(
     monkeypatch.setattr(launch, "_device", lambda config, folder: nothing)
     monkeypatch.setattr(launch, "joined", lambda: nothing)
     ended = Outcome(code=code, reason="Ray Train gave the run up", last_step=-1)
-    monkeypatch.setattr(launch, "trained", lambda *given: ended)
+    monkeypatch.setattr(launch, "follow_run", lambda *given: ended)
     monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
     here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
     folder = prepare_run_dir(RunConfig.load(DEMO, here))

@@ -18,7 +18,7 @@ from ray.train import WorkerGroupError
 from app.run import cluster, ray_train
 from app.run.cluster import NodeSigns, RayGone, wait_while_ray_lives
 from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
-from app.run.ray_train import ask_own_cluster, fitted
+from app.run.ray_train import ask_own_cluster, fit_while_progressing
 from tests.rays import local_ray
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_between_the_deaths_of_its_controllers_outlives_more_
         raise WorkerGroupError("the controller died", {})
 
     with pytest.raises(WorkerGroupError):
-        fitted(fit, tmp_path, said.append)
+        fit_while_progressing(fit, tmp_path, said.append)
     assert asked == [0, 1, 2] and len(said) == 2
 
 
@@ -148,8 +148,8 @@ def test_what_ray_train_itself_does_wrong_is_not_tried_again(tmp_path: Path) -> 
         raise ValueError("its own")
 
     with pytest.raises(ValueError, match="its own"):
-        fitted(fit, tmp_path, print)
-    assert fitted(lambda number: number, tmp_path, print) == 0
+        fit_while_progressing(fit, tmp_path, print)
+    assert fit_while_progressing(lambda number: number, tmp_path, print) == 0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_checkpoints_that_cannot_be_read_hide_nothing_of_what_was_rescued(
     monkeypatch.setattr("actors.run.rescue.rescue", lambda config, recorded: left)
     monkeypatch.setattr("actors.state.checkpoint_files.latest", dead)
     config: Any = None
-    outcome = ray_train._rescued(config, tmp_path, RuntimeError("it died"))
+    outcome = ray_train._rescue_outcome(config, tmp_path, RuntimeError("it died"))
     assert "it died" in outcome.reason and said in outcome.reason and "could not be saved" not in outcome.reason
 
 
