@@ -103,14 +103,12 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
         lock.take(_DRIVER_S, _note)
         check_run_dir(config, resume=resume, overwrite=overwrite)
         earlier = earlier_checkpoint(config, back_to, resume=resume)
-        config = with_limits_of(config, folder) if resume else config
-        config, begins = with_first_state(config, folder if resume else None)
-        config, decided = with_compiling(config, folder if resume else None)
+        config, settled = _settled(config, folder, resume=resume)
         changes = check_resume(config, checkpoint=earlier) if resume else []
         predecessor.take(CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
         fresh = not folder.exists()
         _say_before(config, resume=resume)
-        for said in filter(None, (begins, decided)):
+        for said in settled:
             _note(said)
         with _told_in(folder if resume and not fresh else None):
             _check_files(config)  # before Ray starts, and an earlier run's files go
@@ -118,28 +116,9 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             try:
                 with signals.while_ray_starts():
                     connect(config)
-                check_device(config)
-                check_nodes(config)
-                device = _device(config, folder)
-                config = on_usable(config, device)
-                config = _with_limits(config, device)
-                check_memory(config, device, fresh=fresh)
-                _check_cache(config)
-                if copied := keep_apart(folder):
-                    _note(copied)
-                end_leftovers(config, overwrite=overwrite or earlier is not None)
-                prepare_run_dir(config, resume=resume, overwrite=overwrite)
-                keep_apart(folder)  # remembers where a new folder lies
-                if earlier is not None and (moved := set_aside(folder, earlier)):
-                    _note(moved)
-                device.keep(folder)
-                (folder / OUTCOME).unlink(missing_ok=True)
-                forget_size(folder)
-                joined().write(folder)
-                predecessor.release()
-                check_capacity(config)
-                note_start(folder)
-                begin = told_so_far(folder)
+                config, device = _fitted_to_cluster(config, folder, fresh=fresh)
+                _take_folder(config, folder, device, predecessor, earlier, resume=resume, overwrite=overwrite)
+                told_before = told_so_far(folder)
                 outcome = follow_run(config, folder, lock.token, changes, _note, signals)
             finally:
                 signals.over()
@@ -147,23 +126,74 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
                 if fresh and not worth_keeping(folder):
                     shutil.rmtree(folder, ignore_errors=True)
         if not lock.lost and holder(lock_path(folder, CONTROLLER)) is None:
-            tell_failure(folder, outcome, begin)  # the controller may have had no recorder
+            tell_failure(folder, outcome, told_before)  # the controller may have had no recorder
     say(last_words(outcome, folder), sys.stderr if outcome.code else sys.stdout)
     return outcome.code
+
+
+def _settled(config: RunConfig, folder: Path, *, resume: bool) -> tuple[RunConfig, list[str]]:
+    """The config with one checkpoint in `train.init_from` and a decided `model.dit.compile`, and a note of each. A
+    resumed run keeps what it has decided before, limits of batches among it."""
+    config = with_limits_of(config, folder) if resume else config
+    config, begins = with_first_state(config, folder if resume else None)
+    config, decided = with_compiling(config, folder if resume else None)
+    return config, [note for note in (begins, decided) if note]
+
+
+def _fitted_to_cluster(config: RunConfig, folder: Path, *, fresh: bool) -> tuple[RunConfig, WorkersDevice]:
+    """The config with this cluster's device and limits of batches, and that device. Raises our own errors for what the
+    cluster cannot run; `fresh`: the run has no folder yet."""
+    check_device(config)
+    check_nodes(config)
+    device = _device(config, folder)
+    config = on_usable(config, device)
+    config = _with_limits(config, device)
+    check_memory(config, device, fresh=fresh)
+    _check_cache(config)
+    return config, device
+
+
+def _take_folder(
+    config: RunConfig,
+    folder: Path,
+    device: WorkersDevice,
+    predecessor: FolderLock,
+    earlier: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """Make the folder this run's, and have its controller take the lock that `predecessor` holds: end what an earlier
+    run has left running, write config.yaml, go back to the checkpoint `earlier` if one is given."""
+    if copied := keep_apart(folder):
+        _note(copied)
+    end_leftovers(config, overwrite=overwrite or earlier is not None)
+    prepare_run_dir(config, resume=resume, overwrite=overwrite)
+    keep_apart(folder)  # remembers where a new folder lies
+    if earlier is not None and (moved := set_aside(folder, earlier)):
+        _note(moved)
+    device.keep(folder)
+    (folder / OUTCOME).unlink(missing_ok=True)
+    forget_size(folder)
+    joined().write(folder)
+    predecessor.release()
+    check_capacity(config)
+    note_start(folder)
 
 
 @contextmanager
 def _told_in(folder: Path | None) -> Iterator[None]:
     """What ends a start before its controller is there is in the events of this folder, if any: those of a run that is
     resumed may be all that is watched. Those of a run that is alive stay its own."""
-    begin = told_so_far(folder) if folder is not None else 0
+    told_before = told_so_far(folder) if folder is not None else 0
     try:
         yield
     except FolderHeld:
         raise
     except Exception as error:
         if folder is not None:
-            tell_failure(folder, Outcome(code=code_of(error, folder), reason=one_line(error), last_step=-1), begin)
+            ended = Outcome(code=code_of(error, folder), reason=one_line(error), last_step=-1)
+            tell_failure(folder, ended, told_before)
         raise
 
 
