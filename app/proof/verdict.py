@@ -16,6 +16,7 @@ from statistics import median
 import numpy as np
 
 from actors.config import TrainConfig
+from actors.plan.devices import ProductPrecision
 from actors.records.events import StepsLost, StepsRecovered
 from actors.records.metrics_line import StepMetrics
 from actors.state.checkpoint_files import CheckpointError, latest, load
@@ -28,7 +29,7 @@ from ops.relative import relative
 # Relative differences of a loss that other sums of the same numbers make within some dozens of steps. In fp32 1e-7 is
 # usual (`heddle bench soak`, 200 steps); in bf16 every product is rounded to 2^-9, and a loss is a mean of many.
 # TF32, which a run may ask for with fp32 weights, rounds them to 2^-11.
-ROUNDING = {"float32": 1e-5, "TF32": 2.0**-10, "bfloat16": 2.0**-8}
+ROUNDING: dict[ProductPrecision, float] = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-8}
 
 # What rounding may do to weights, measured in the last update of the undisturbed run. A normalised update turns around
 # where a gradient is nothing but rounding, so the difference grows like a random walk: LENGTH is what one step may add
@@ -38,8 +39,8 @@ ROUNDING = {"float32": 1e-5, "TF32": 2.0**-10, "bfloat16": 2.0**-8}
 # are sums of gradients: nothing turns around there. MOMENTS is their relative difference (the demo: 1e-6; in bf16
 # 0.03); without the last gradient it is 0.1, by a beta1 of 0.9, to 0.4 where gradients of steps have little in common.
 LENGTH = 0.25
-ALONG = {"float32": 0.03, "TF32": 0.3, "bfloat16": 0.3}
-MOMENTS = {"float32": 0.01, "TF32": 0.05, "bfloat16": 0.1}
+ALONG: dict[ProductPrecision, float] = {"float32": 0.03, "tf32": 0.3, "bfloat16": 0.3}
+MOMENTS: dict[ProductPrecision, float] = {"float32": 0.01, "tf32": 0.05, "bfloat16": 0.1}
 _PARTS = 16
 _LIKE_ADAMW = 0.2  # root mean square of AdamW's updates, over the learning rate, and of Muon's (ops.update.muon)
 
@@ -71,7 +72,7 @@ class Verdict:
 
     calm: SeenRun
     disturbed: SeenRun
-    dtype: str
+    products: ProductPrecision
     loss: float  # the largest difference
     at: int  # its step
     weights: float  # |a - b| / |b| over all trained weights, after the last step
@@ -82,14 +83,14 @@ class Verdict:
     @property
     def same(self) -> bool:
         """Every step once, of the same clips, with the same losses and the same weights in the end, up to rounding."""
-        return not self.odd_steps and not self.torn and self.loss <= ROUNDING[self.dtype] and not self.other_weights
+        return not self.odd_steps and not self.torn and self.loss <= ROUNDING[self.products] and not self.other_weights
 
     @property
     def other_weights(self) -> bool:
         """What no loss has seen: the last update, or what was exported of it, is another."""
         if not self.length <= LENGTH * math.sqrt(max(len(self.calm.steps), 1)):
             return True
-        return abs(self.along) > ALONG[self.dtype] or not self.moments <= MOMENTS[self.dtype]
+        return abs(self.along) > ALONG[self.products] or not self.moments <= MOMENTS[self.products]
 
     @property
     def odd_steps(self) -> list[int]:
@@ -120,7 +121,7 @@ def verdict(calm: Path, disturbed: Path, train: TrainConfig) -> Verdict:
     return Verdict(
         calm=one,
         disturbed=other,
-        dtype=products_of(train),
+        products=train.products,
         loss=largest,
         at=at,
         weights=apart_by.relative,
@@ -128,13 +129,6 @@ def verdict(calm: Path, disturbed: Path, train: TrainConfig) -> Verdict:
         along=apart_by.along,
         moments=apart_by.moments,
     )
-
-
-def products_of(train: TrainConfig) -> str:
-    """The dtype in which the transformer multiplies."""
-    if "bfloat16" in (train.autocast, train.parameter_dtype):
-        return "bfloat16"
-    return "TF32" if train.allows_tf32 else "float32"
 
 
 def seen(run: RunDir) -> SeenRun:
@@ -280,13 +274,14 @@ def table(found: Verdict) -> list[str]:
 
 def sentences(found: Verdict) -> list[str]:
     """What it comes to, and what speaks against it."""
-    rounding, steps = ROUNDING[found.dtype], len(found.calm.steps)
+    rounding, steps = ROUNDING[found.products], len(found.calm.steps)
+    precision = "TF32" if found.products == "tf32" else found.products
     told = (
-        f"largest difference of a loss {found.loss:.1e}, at step {found.at} (rounding of {found.dtype}: up to "
+        f"largest difference of a loss {found.loss:.1e}, at step {found.at} (rounding of {precision}: up to "
         f"{rounding:.0e}); of the weights after {counted(steps, 'step')} {found.weights:.1e}, as long "
         f"as {found.length:.1e} updates, {abs(found.along):.1e} along the last one (up to "
-        f"{LENGTH * math.sqrt(steps):.1f} and {ALONG[found.dtype]:g}); of the gradients' mean "
-        f"{found.moments:.1e} (up to {MOMENTS[found.dtype]:g})"
+        f"{LENGTH * math.sqrt(steps):.1f} and {ALONG[found.products]:g}); of the gradients' mean "
+        f"{found.moments:.1e} (up to {MOMENTS[found.products]:g})"
     )
     if found.disturbed.computed_again:
         told += f"; {counted(found.disturbed.computed_again, 'step')} computed again"
