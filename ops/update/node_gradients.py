@@ -20,13 +20,10 @@ from ops.comm.collectives import Group
 from ops.counted import counted
 from ops.shards import Bounds, Slot
 from ops.typed import ConfigError
-from ops.update.node_routes import routes
+from ops.update.node_routes import exchange_windows, routes
 from ops.update.node_sum import NodeSum, Unreachable, meet
 
 log = logging.getLogger(__name__)
-
-_EXCHANGE_CPU = 1 << 21  # elements of a range that go between nodes at a time
-_EXCHANGE_CUDA = 1 << 25
 
 
 class NodeGradients:
@@ -122,10 +119,8 @@ class NodeGradients:
         self._sum.flush()
         meet(self._group, self._device)
         if len(set(self._group.nodes)) > 1:
-            longest = max(hi - lo for lo, hi in self._bounds)
-            exchange = _EXCHANGE_CPU if self._device.type == "cpu" else _EXCHANGE_CUDA
-            for start in range(0, longest, exchange):
-                self._exchange([(min(hi, lo + start), min(hi, lo + start + exchange)) for lo, hi in self._bounds])
+            for pieces in exchange_windows(self._bounds, self._device):
+                self._exchange(pieces)
 
     def used(self, lo: int, hi: int) -> None:
         """Zero it for the next step, which no worker begins before all parameters have come."""

@@ -27,14 +27,12 @@ from torch.func import functional_call
 from ops.comm.collectives import Group
 from ops.counted import counted
 from ops.shards import Bounds, Slot
-from ops.update.node_routes import routes
+from ops.update.node_routes import exchange_windows, routes
 from ops.update.node_sum import fellows_of, meet, share
 from ops.update.parameters import BlockModule, Received, blocks_in
 
 log = logging.getLogger(__name__)
 
-_EXCHANGE_CPU = 1 << 21  # elements of a range that go between nodes at a time
-_EXCHANGE_CUDA = 1 << 25
 _ALIGNED = 16  # bytes to a multiple of which a parameter begins in a buffer: what vector instructions like
 
 
@@ -142,10 +140,8 @@ class NodeParameters:
     def gather(self) -> None:
         """Have other nodes' ranges written here, and meet."""
         if len(set(self._group.nodes)) > 1:
-            longest = max(hi - lo for lo, hi in self._bounds)
-            exchange = _EXCHANGE_CPU if self._device.type == "cpu" else _EXCHANGE_CUDA
-            for start in range(0, longest, exchange):
-                self._exchange([(min(hi, lo + start), min(hi, lo + start + exchange)) for lo, hi in self._bounds])
+            for pieces in exchange_windows(self._bounds, self._device):
+                self._exchange(pieces)
         self._meet()
 
     def fetched(self, block: nn.Module) -> Callable[..., Any]:  # blocks take and return what they like

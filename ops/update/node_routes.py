@@ -1,8 +1,17 @@
-"""Which ranks of different nodes send each other their nodes' gradients, and parameters back. Pure."""
+"""Which ranks of different nodes exchange gradients and parameters, and in what pieces. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ops.shards import Bounds
+
+if TYPE_CHECKING:
+    import torch
+
+_WINDOW_CPU = 1 << 21  # elements of a range that go between nodes at a time
+_WINDOW_CUDA = 1 << 25
 
 
 def routes(nodes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -44,3 +53,11 @@ def peers(nodes: Sequence[int]) -> list[int]:
         for target in targets:
             met[target].add(rank)
     return [len(found) for found in met]
+
+
+def exchange_windows(bounds: Bounds, device: torch.device) -> Iterator[Bounds]:
+    """The ranges of all ranks in pieces that are exchanged one after the other: of each range the next elements, none
+    where it has ended."""
+    window = _WINDOW_CPU if device.type == "cpu" else _WINDOW_CUDA
+    for start in range(0, max(hi - lo for lo, hi in bounds), window):
+        yield [(min(hi, lo + start), min(hi, lo + start + window)) for lo, hi in bounds]
