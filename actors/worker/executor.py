@@ -91,7 +91,7 @@ class Executor:
         self.store = EncodeStore()
         self.generation = -1
         self.groups: Groups | None = None
-        self.world: tuple[int, ...] = ()
+        self.num_workers = 0  # of the last generation that it entered
         self.broken: str | None = None
         self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
         self.work = WorkDone()
@@ -107,14 +107,13 @@ class Executor:
         self,
         generation: int,
         groups: Groups,
-        world: tuple[int, ...],
         shards: Sequence[ShardState] | None,
         banks: ShardBanks | None = None,
     ) -> None:
         """Enter a generation: leave the old groups, take this rank's range of the training state, forget half-done
         steps."""
         self.leave()
-        self.groups, self.world = groups, world
+        self.groups, self.num_workers = groups, len(groups.world)
         self.sync.form(groups.world_group(), shards, banks)
         self.broken = self._exceeded = None
         self.sync.begin_step()
@@ -469,7 +468,7 @@ class Executor:
                 step=task.step,
                 start=started,
                 end=ended - copy_s,
-                degree=len(self.world),
+                degree=self.num_workers,
                 phases=marks,
                 exposed_s=exposed_s,
             )

@@ -256,7 +256,7 @@ class Worker:
         groups.allow(gathering)
         self.heartbeat.groups = groups
         try:
-            self.executor.form(task.generation, groups, tuple(range(task.world)), [entered.shard], entered.banks)
+            self.executor.form(task.generation, groups, [entered.shard], entered.banks)
         finally:
             self._first.trained()  # the module's own are gone, also where the others did not come
 

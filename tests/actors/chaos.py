@@ -42,7 +42,7 @@ class ChaosWorker(Worker):
 
     def _phase(self, phase: str) -> None:
         super()._phase(phase)
-        if len(self.executor.world) < 2 or self.heartbeat.progress.step < 1:
+        if self.executor.num_workers < 2 or self.heartbeat.progress.step < 1:
             return
         folder = Path(os.environ[FOLDER])
         order = (folder / "order").read_text().split()
@@ -66,7 +66,7 @@ class HalfAddingWorker(Worker):
         add, armed = gradients.sum._add, Path(os.environ[FOLDER]) / ARMED
 
         def half(slot: Slot, gradient: Tensor) -> None:
-            if len(executor.world) > 1 and armed.exists():
+            if executor.num_workers > 1 and armed.exists():
                 gradients.flat[slot.lo : (slot.lo + slot.hi + 1) // 2].add_(1000.0)
                 try:
                     armed.unlink()
@@ -91,7 +91,7 @@ class HalfWritingWorker(Worker):
         update = sync._update
 
         def half(lr: float, factor: float) -> None:
-            if len(executor.world) > 1 and armed.exists():
+            if executor.num_workers > 1 and armed.exists():
                 try:
                     armed.unlink()
                 except FileNotFoundError:  # another worker was first
@@ -195,7 +195,7 @@ class HalfUpdatingWorker(Worker):
 
         def half(own: slice) -> dict[str, Tensor]:
             found = bring(own)
-            if len(executor.world) > 1 and armed.exists():
+            if executor.num_workers > 1 and armed.exists():
                 try:
                     armed.unlink()
                 except FileNotFoundError:  # another worker was first

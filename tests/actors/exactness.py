@@ -122,7 +122,7 @@ def make_hosts(
 
     def form(rank: int) -> None:
         groups = Groups(store, rank, everyone, "gloo", generation, HANGS_S, CancelToken(), "127.0.0.1", nodes)
-        hosts[rank].executor.form(generation, groups, everyone, shards)
+        hosts[rank].executor.form(generation, groups, shards)
 
     on_all(hosts, form)
     _MADE.extend(hosts)

@@ -55,7 +55,7 @@ def worker_alone(
     device = next(dit.parameters()).device
     worker = Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, device, meter=meter)
     groups = groups or Groups(dist.HashStore(), 0, (0,), "gloo", 0, 60.0, CancelToken(), "127.0.0.1")
-    worker.form(0, groups, groups.world, None)
+    worker.form(0, groups, None)
     return worker
 
 
