@@ -172,7 +172,6 @@ class RunningStep:
     data: StepData
     finishes: dict[Ref[tuple[StepReport, Snapshot | None]], int]  # the ends of its workers -> rank
     calls: list[SubmittedCall]  # until the step has ended: a call that could not be run says so only here
-    dispatched_at: float
     dispatch_s: float
     num_calls: int
     planning_s: float

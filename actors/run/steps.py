@@ -161,7 +161,6 @@ class StepRunner:
             open_dits={call.reference: call for call in watched if call.module == "dit"},
             finishes=ending,
             letters=letters,
-            dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
             planning_s=planning_s,
