@@ -220,7 +220,6 @@ class WorkerInfo:
     pid: int
     born: str = ""  # with the pid the process itself: see actors.process
     device: str
-    gpu_memory_gib: float
     room_gib: float | None = None  # memory for cascades when all modules are loaded; None: without a limit
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)

@@ -168,7 +168,6 @@ class Worker:
             pid=os.getpid(),
             born=birth(os.getpid()),
             device=str(self.device),
-            gpu_memory_gib=self._gpu_gib(),
             room_gib=self._room_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,

@@ -106,7 +106,7 @@ class Host:
         worker.beats = asyncio.create_task(self._beat_for_ever(worker))
         await asyncio.sleep(self.physics.real_s(self.physics.load_s))
         worker.idle()
-        return WorkerInfo(worker=name, node=node, host=node, pid=os.getpid(), device="virtual", gpu_memory_gib=0.0)
+        return WorkerInfo(worker=name, node=node, host=node, pid=os.getpid(), device="virtual")
 
     async def call(self, name: str, caller: str, number: int, method: str, arguments: Sequence[object]) -> object:
         """The `number`th call of a caller to a worker, from 0; it begins when those before it have ended."""

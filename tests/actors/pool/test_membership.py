@@ -84,7 +84,7 @@ class Pool:
 
 
 def info_of(worker: int) -> WorkerInfo:
-    return WorkerInfo(worker=f"w{worker}", node="n", host="h", pid=worker, device="cpu", gpu_memory_gib=0.0)
+    return WorkerInfo(worker=f"w{worker}", node="n", host="h", pid=worker, device="cpu")
 
 
 def loaded(worker: int) -> LoadedWorker:

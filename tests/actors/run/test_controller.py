@@ -211,7 +211,7 @@ class Workers:
         )
 
     def info(self, name: str) -> WorkerInfo:
-        return WorkerInfo(worker=name, node="n", host="h", pid=1, device="cpu", gpu_memory_gib=0.0)
+        return WorkerInfo(worker=name, node="n", host="h", pid=1, device="cpu")
 
     def remove(self, name: str, frozen: bool = False) -> None:
         del self.handles[name]

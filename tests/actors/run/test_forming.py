@@ -46,7 +46,6 @@ def ready(rank: int, node: str, sizes: MemoryForecast, device: str = "cuda:0") -
         host="h",
         pid=1,
         device=device,
-        gpu_memory_gib=DEVICE_GIB,
         room_gib=USABLE * (DEVICE_GIB - bare) - sizes.loaded_gib,
         gradients=sizes.places.gradients,
         state_on_host=sizes.places.state == "host" or device == "cpu",

@@ -37,7 +37,7 @@ from tests.families.kit import MODEL
 
 
 def info(worker: str, **frozen: str) -> WorkerInfo:
-    return WorkerInfo(worker=worker, node="n", host=f"host-of-{worker}", pid=1, device="cpu", gpu_memory_gib=0,
+    return WorkerInfo(worker=worker, node="n", host=f"host-of-{worker}", pid=1, device="cpu",
                       frozen=tuple(frozen.items()))  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
 
 def of(host: str, **environment: str) -> WorkerInfo:
     told = tuple(environment.items())
-    return WorkerInfo(worker="w", node=host, host=host, pid=1, device="cpu", gpu_memory_gib=0.0, environment=told)
+    return WorkerInfo(worker="w", node=host, host=host, pid=1, device="cpu", environment=told)
 
 
 def test_what_workers_compute_with_is_told_at_every_start_and_where_it_changes(tmp_path: Path) -> None:
@@ -102,10 +102,7 @@ def test_what_workers_compute_with_is_told_at_every_start_and_where_it_changes(t
 @pytest.mark.parametrize(("least", "leaves"), [(1, True), (2, False)])
 def test_a_worker_that_computes_wrongly_leaves_where_the_run_has_enough_others(least: int, leaves: bool) -> None:
     listener, membership = Listening(), Membership(Limits(min=least, max=2))
-    infos = [
-        WorkerInfo(worker=f"w{n}", node="n", host="h", pid=n, device="cuda:0", gpu_memory_gib=80.0, gpu=str(n))
-        for n in (0, 1)
-    ]
+    infos = [WorkerInfo(worker=f"w{n}", node="n", host="h", pid=n, device="cuda:0", gpu=str(n)) for n in (0, 1)]
     joining: list[Event] = [Arrival(worker=worker, node=info.node) for worker, info in enumerate(infos)]
     membership.observe([*joining, *(LoadedWorker(worker=w, info=info) for w, info in enumerate(infos))], 0.0)
     manager = controller_of(StateHere(), membership=membership, events=Events(listener)).generations

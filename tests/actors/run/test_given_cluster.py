@@ -109,7 +109,6 @@ def info(worker: str, node: str, gpu: int, rail: str, **nccl: str) -> WorkerInfo
         host=f"host-{node}",
         pid=1,
         device="cuda:0",
-        gpu_memory_gib=80.0,
         place=GpuPlace(index=gpu, count=2, numa=gpu, island="A", rail=rail, nic=f"mlx5_{gpu}"),
         nccl=tuple(nccl.items()),
     )
@@ -146,7 +145,7 @@ def test_nodes_that_are_alike_are_told_together() -> None:
 
 
 def test_where_nothing_is_known_nothing_is_told() -> None:
-    plain = WorkerInfo(worker="w0", node="n", host="h", pid=1, device="cpu", gpu_memory_gib=0.0)
+    plain = WorkerInfo(worker="w0", node="n", host="h", pid=1, device="cpu")
     cluster = cluster_of(seats_of([plain], lambda name: cast(WorkerHandle, None)))
     assert cluster.places == () and seen(cluster, [plain], from_file=False) is None
     assert nccl_of([plain]) == {"NCCL_IB_HCA": "", "NCCL_SOCKET_IFNAME": ""}

@@ -101,7 +101,7 @@ def simulate(workers: int, steps: int, first: bool = True, later: bool = True) -
     room = GenerationRoom(sizes=SIZES, degrees=(1, 2, 4, 8), bag_peers=BAG_PEERS)
     ready = USABLE * (DEVICE_GIB - BARE_CONTEXT_GIB) - SIZES.loaded_gib
     infos = [
-        WorkerInfo(worker=f"w{rank}", node=f"n{rank // 8}", host="h", pid=1, device="cuda:0", gpu_memory_gib=DEVICE_GIB,
+        WorkerInfo(worker=f"w{rank}", node=f"n{rank // 8}", host="h", pid=1, device="cuda:0",
                    room_gib=ready, gradients="node", state_on_host=True)
         for rank in range(workers)
     ]  # fmt: skip

@@ -32,7 +32,6 @@ def info(worker: str, node: str, room_gib: float | None, on_host: bool = True, g
         host=f"host-{node}",
         pid=1,
         device="cuda:0",
-        gpu_memory_gib=80.0,
         gradients=gradients,
         state_on_host=on_host,
         host_room_gib=room_gib,

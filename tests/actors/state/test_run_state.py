@@ -312,9 +312,7 @@ def withhold(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[float]:
 
 
 def info(worker: str, node: str, pid: int) -> WorkerInfo:
-    return WorkerInfo(
-        worker=worker, node=node, host=node, pid=pid, born=f"b{pid}", device="cpu", gpu_memory_gib=0.0, lends=7 * pid
-    )
+    return WorkerInfo(worker=worker, node=node, host=node, pid=pid, born=f"b{pid}", device="cpu", lends=7 * pid)
 
 
 @pytest.mark.parametrize(
