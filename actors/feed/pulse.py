@@ -39,11 +39,11 @@ class Silent(Exception):
 
 
 class Pulse:
-    """Asks one actor, a question at a time. Nothing is held against an actor before its first answer, since it may
+    """Asks a feeder, a question at a time. Nothing is held against a feeder before its first answer, since it may
     wait for room, nor for the time in which there was no look."""
 
-    def __init__(self, name: str, ask: Callable[[], Ref[ProcessId]], silent_s: float) -> None:
-        self._name, self._ask, self._silent_s = name, ask, silent_s
+    def __init__(self, ask: Callable[[], Ref[ProcessId]], silent_s: float) -> None:
+        self._ask, self._silent_s = ask, silent_s
         self._clock = PatientClock()
         self._asked: Ref[ProcessId] = ask()
         self._asked_at = self._clock.now()
@@ -63,12 +63,11 @@ class Pulse:
             return
         if silent >= self._silent_s:
             self.stopped = self._process
-            raise Silent(f"the {self._name} has answered nothing for {silent:.0f} s (process {self._process.pid})")
+            raise Silent(f"the feeder has answered nothing for {silent:.0f} s (process {self._process.pid})")
         if not self._warned:
             self._warned = True
             log.warning(
-                "the %s (process %d) has answered nothing for %.0f s; after %.0f s it is replaced",
-                self._name,
+                "the feeder (process %d) has answered nothing for %.0f s; after %.0f s it is replaced",
                 self._process.pid,
                 silent,
                 self._silent_s,

@@ -194,7 +194,7 @@ class StepSource:
         return feeder
 
     def _pulse_of(self, feeder: FeederHandle) -> Pulse:
-        return Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
+        return Pulse(feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
 
     def request(self, step: int) -> None:
         """Ask for a step ahead of its use; idempotent. Steps past the end of the run are ignored, and those of a feeder
