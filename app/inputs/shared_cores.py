@@ -11,10 +11,10 @@ from ops.cores import usable_cores
 from ops.counted import counted
 
 
-def with_shared_cores(cluster: Cluster, config: RunConfig, cores: int | None = None) -> tuple[Cluster, str]:
+def with_shared_cores(cluster: Cluster, config: RunConfig) -> tuple[Cluster, str]:
     """The cluster of a preview with the speed that CPU workers have while all of them compute, and a sentence that says
     so; "" for GPUs, and where each worker has its threads' cores. Without `workers.cluster` the run is on this machine,
-    with as many `cores` (None: those that this process may use); of a cluster's nodes nobody knows them."""
+    with the cores that this process may use; of a cluster's nodes nobody knows them."""
     if gpu_of(config):
         return cluster, ""
     threads = config.workers.torch_threads
@@ -23,7 +23,7 @@ def with_shared_cores(cluster: Cluster, config: RunConfig, cores: int | None = N
             f"seconds are those of CPU workers with {counted(threads, 'core')} each (workers.torch_threads): where "
             f"workers of a node share cores, it takes longer by as much"
         )
-    cores = usable_cores() if cores is None else cores
+    cores = usable_cores()
     share = cores / (cluster.num_workers * min(threads, cores))
     if share >= 1:
         return cluster, ""

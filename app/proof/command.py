@@ -19,7 +19,7 @@ from app.report.compare import write_comparison
 from app.run.apart import signal_code
 from app.run.launch import train
 from app.settings.config import RunConfig, from_here
-from app.settings.files import as_override
+from app.settings.files import run_name_override
 from app.settings.run_folder import check_run_dir
 from ops.typed import ConfigError
 
@@ -35,9 +35,7 @@ def prove(
     that has ended early, or 1 where the runs were not the same training."""
     own = from_here(RunConfig.load(config_path, overrides))
     common = settings_of(own, steps)
-    settings = {
-        kind: [*overrides, *common, as_override("run.name", f"{own.run.name}-{kind}")] for kind in (DISTURBED, CALM)
-    }
+    settings = {kind: [*overrides, *common, run_name_override(f"{own.run.name}-{kind}")] for kind in (DISTURBED, CALM)}
     folders = {}
     for kind in settings:
         config = RunConfig.load(config_path, [*settings[kind], f"train.steps={steps}"])

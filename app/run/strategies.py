@@ -16,7 +16,7 @@ from app.inputs.batches import batch_limits
 from app.run.apart import signal_code
 from app.run.launch import train
 from app.settings.config import RunConfig
-from app.settings.files import as_override
+from app.settings.files import run_name_override
 from app.settings.run_folder import check_run_dir, run_dir
 from ops.typed import ConfigError
 
@@ -60,7 +60,7 @@ def train_each(
 def settings_of(config_path: Path, strategy: str, overrides: Sequence[str]) -> list[str]:
     """Overrides of one of the runs."""
     name = RunConfig.load(config_path, overrides).run.name
-    return [*overrides, f"planner.strategy={strategy}", as_override("run.name", f"{name}-{strategy}")]
+    return [*overrides, f"planner.strategy={strategy}", run_name_override(f"{name}-{strategy}")]
 
 
 def check_alike(config: RunConfig) -> None:

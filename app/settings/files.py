@@ -83,9 +83,9 @@ def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None)
     return node
 
 
-def as_override(name: str, text: str) -> str:
-    """The assignment of a text, whatever YAML would read in it."""
-    return f"{name}={json.dumps(text, ensure_ascii=False)}"
+def run_name_override(name: str) -> str:
+    """The assignment of a run's name, whatever YAML would read in it."""
+    return f"run.name={json.dumps(name, ensure_ascii=False)}"
 
 
 def _assign(node: Node, path: list[str], value: Node, full: str, kinds: Kinds, section: str = "") -> Node:

@@ -213,8 +213,8 @@ class CascadePrices(KnownCosts):
             self._cache[cache_key] = found
         return found
 
-    def legal_degrees(self, module: Module, part: Samples, room_gib: float = math.inf) -> tuple[int, ...]:
-        return tuple(k for k, _ in self.modes(module, part, room_gib))
+    def legal_degrees(self, module: Module, part: Samples) -> tuple[int, ...]:
+        return tuple(k for k, _ in self.modes(module, part))
 
     def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
         """The size of a cascade of these samples, as `needs` knows it."""
