@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 _RESERVE = 0.05  # of all memory: Ray's memory monitor begins to end processes when less is free
 _MEMINFO = Path("/proc/meminfo")
@@ -16,13 +17,25 @@ _SHARED = Path("/dev/shm")
 _SECOND = 2 << 24  # in the version of a struct of NVML's second edition, beside its size
 
 
+class _CgroupFiles(NamedTuple):
+    """Names in a version of cgroups."""
+
+    limit: str  # a file
+    taken: str  # a file
+    idle: str  # in memory.stat: bytes of files' pages that are not in use
+
+
+_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
 def node_room(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, own: Path = _OWN_GROUPS) -> int:
     """Bytes that may be taken here before processes are ended for it; at least 0. A process is limited by its cgroup
     and all above it: a container sees its own as the root, a job of SLURM or a unit of systemd does not."""
     group, old_group = _own_groups(own)
     rooms = [_host_room(meminfo)]
-    rooms += [_container_room(one) for one in _down_to(cgroup, group)]
-    rooms += [_old_container_room(one) for one in _down_to(cgroup / "memory", old_group)]
+    rooms += [_container_room(one, _V2) for one in _down_to(cgroup, group)]
+    rooms += [_container_room(one, _V1) for one in _down_to(cgroup / "memory", old_group)]
     return max(0, min((room for room in rooms if room is not None), default=sys.maxsize))
 
 
@@ -93,23 +106,12 @@ def _down_to(root: Path, group: str) -> list[Path]:
     return [root.joinpath(*names[:count]) for count in range(len(names) + 1)]
 
 
-def _container_room(cgroup: Path) -> int | None:
-    """Within a cgroup (v2) that has a limit. Pages of files that are not in use do not count as taken."""
+def _container_room(cgroup: Path, names: _CgroupFiles) -> int | None:
+    """Within a cgroup that has a limit. Pages of files that are not in use do not count as taken."""
     try:
-        limit = int((cgroup / "memory.max").read_text())  # "max" without a limit
+        limit = int((cgroup / names.limit).read_text())  # no limit: "max" in v2, larger than any memory in v1
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        taken = int((cgroup / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        return int(limit * (1 - _RESERVE) - taken)
-    except (OSError, ValueError):
-        return None
-
-
-def _old_container_room(cgroup: Path) -> int | None:
-    """The same within a cgroup of version 1, where no limit is a number larger than any memory."""
-    try:
-        limit = int((cgroup / "memory.limit_in_bytes").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        taken = int((cgroup / "memory.usage_in_bytes").read_text()) - int(stat.get("total_inactive_file", 0))
+        taken = int((cgroup / names.taken).read_text()) - int(stat.get(names.idle, 0))
         return int(limit * (1 - _RESERVE) - taken)
     except (OSError, ValueError):
         return None
