@@ -276,6 +276,16 @@ class OwnCode:
     constants: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
 
 
+def masked_first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
+    """A `Family.first_frame`: [C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a
+    latent frame is given, after it."""
+    del stride_t, last
+    joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
+    joined[:-1] = latent
+    joined[-1, 0] = 1
+    return joined
+
+
 def no_class(*_: object) -> Never:
     """Stands for what only a family with a class in Diffusers has."""
     raise AssertionError("Diffusers has no class of this family; ask `Family.own_code` first.")

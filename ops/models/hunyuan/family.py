@@ -18,6 +18,7 @@ from ops.models.base.family import (
     PublishedUse,
     TextRecipe,
     TrainingRecipe,
+    masked_first_frame,
     shift_of,
 )
 from ops.models.base.joint_config import (
@@ -100,16 +101,6 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
     }
 
 
-def _first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
-    """[C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a latent frame is given, after
-    it."""
-    del stride_t, last
-    joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
-    joined[:-1] = latent
-    joined[-1, 0] = 1
-    return joined
-
-
 def _scheduler(config: HunyuanConfig, flow: FlowConfig) -> Scheduler:
     """HunyuanVideoPipeline passes even sigmas to FlowMatchEuler, so its own spacing does not matter."""
     return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
@@ -174,7 +165,7 @@ FAMILY = Family(
     pipeline_class=lambda config: (
         "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
     ),
-    first_frame=_first_frame,
+    first_frame=masked_first_frame,
     hint_share=0.001,  # HunyuanVideoImageToVideoPipeline.prepare_latents
     vae=HUNYUAN_VAE,
     texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},

@@ -19,6 +19,7 @@ from ops.models.base.family import (
     TrainingRecipe,
     VAEClass,
     VisionRecipe,
+    masked_first_frame,
 )
 from ops.models.base.joint_config import (
     HUNYUAN_DOUBLE_BLOCKS,
@@ -30,7 +31,7 @@ from ops.models.base.joint_config import (
 from ops.models.hunyuan15.config import Hunyuan15Config
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from ops.config import FlowConfig
     from ops.models.base.vae import DiffusersVAE
@@ -132,16 +133,6 @@ def _write_rest(config: Hunyuan15Config) -> dict[str, object]:
     }
 
 
-def _first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
-    """[C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a latent frame is given, after
-    it."""
-    del stride_t, last
-    joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
-    joined[:-1] = latent
-    joined[-1, 0] = 1
-    return joined
-
-
 def _scheduler(config: Hunyuan15Config, flow: FlowConfig) -> Scheduler:
     """HunyuanVideo15Pipeline passes even sigmas to FlowMatchEuler, so its own spacing does not matter."""
     del config
@@ -217,7 +208,7 @@ FAMILY = Family(
     pipeline_class=lambda config: (
         "HunyuanVideo15ImageToVideoPipeline" if config.starts_from_image else "HunyuanVideo15Pipeline"
     ),
-    first_frame=_first_frame,
+    first_frame=masked_first_frame,
     needs_vae=True,
     has_guider=True,
     vae=VAEClass(name="AutoencoderKLHunyuanVideo15", numbers=_vae_numbers, runs=_vae),
