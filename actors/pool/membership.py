@@ -6,7 +6,7 @@ are in actors.pool.membership_types):
     view, decisions = membership.observe([LoadedWorker(worker=3, info=info)], now=time.monotonic())
     for decision in decisions:
         match decision:
-            case Form(): self.form(decision.generation, decision.infos)
+            case Form(): self.form(decision)
             ...
 
 Life of a worker:    Request -> Arrival -> starting -> LoadedWorker -> ready -> Form -> active -> (loss of a peer)

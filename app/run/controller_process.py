@@ -1,4 +1,4 @@
-"""The controller's process: what Ray Train runs, and starts again when its process dies. See `app/run/launch.py`.
+"""The controller's process, which `app/run/ray_train.py` has Ray Train run, and start again when it dies.
 
 It holds the lock of the run's folder, writes the folder through `Recorder`, and leaves `outcome.json` for the driver.
 """

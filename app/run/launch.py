@@ -1,6 +1,7 @@
 """A run from its config to its exit code: what is checked before it starts, in order, and what it prints at its end.
 
-`app/run/ray_train.py` starts the controller and follows the run; read on in `actors/run/controller.py`.
+`app/run/ray_train.py` starts the controller and follows the run; read on in `app/run/controller_process.py`, which is
+its process, and in `actors/run/controller.py`.
 """
 
 from __future__ import annotations

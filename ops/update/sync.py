@@ -10,7 +10,7 @@ of passes may differ. One step:
         # optional: sync.watch_backward() before the last one, sync.start_sum() after it
     result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase, export=True)
     result.export.wait()
-    keeper.put(step, result.export.shard)
+    hand_out(result.export)  # by the worker, to its keeper
 """
 
 from __future__ import annotations
