@@ -24,8 +24,8 @@ def heddle() -> None:
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C within it ends the process at once, which holds nothing yet: raised in the middle of an import it would be
-    a traceback, or lost in a module that catches all. One that is ignored still is."""
+    """While imports run, Ctrl-C exits at once (nothing needs cleaning up yet). A KeyboardInterrupt inside an import
+    would print a traceback or be swallowed. If SIGINT is already ignored, it stays ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

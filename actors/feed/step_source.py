@@ -83,15 +83,14 @@ class FeederHandle(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Successor:
-    """A feeder that is opened beside the one that delivers, to take its place. Nothing depends on it but the steps from
-    `from_step` on, which wait until it does, or is given up."""
+    """A feeder that is opened beside the one that delivers, to take its place. Only steps from `from_step` on depend on
+    it. They are not requested until it has taken over, or has been given up."""
 
     feeder: FeederHandle
     pulse: Pulse
     opened: Ref[None]
     since: float  # monotonic seconds; of its opening, then of its start
-    # Once it is open: the first step that nobody was asked for by then. Nobody is before the feeder has taken over.
-    from_step: int | None = None
+    from_step: int | None = None  # set once it is open: the first step not requested from any feeder
     started: Ref[DataCounts] | None = None  # once the position of the data before that step is known
 
 

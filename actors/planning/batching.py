@@ -58,11 +58,11 @@ def fitted_limits(
     seconds = a + b B S^p is fitted to the DiT's prices of these buckets, p on [1.6, 2.4] for the best R^2, and
     M_comp = (target_s - a) / b. Where that fit is poor, as small batches cost a GPU what their launches do, it is
     fitted to all measured points, with the p of the limits unless the points tell another. The paper presets target_s.
-    Where it is 0 it is what one clip of the longest bucket takes by these costs, so that M_comp = S^p of that bucket,
-    or more where that is less than its launches (`_worth_launching`); and it stays 0: seconds that were found by one
-    cost model are no target for another, such as the costs that a run has measured. M_mem are the rows that fit
-    `room_gib` of a worker; where no limit of memory is known, `memory_tokens` stays. Raises ValueError where the
-    profile prices nothing, and for a target that no batch can meet.
+    If `target_s` is 0, the target is the predicted time of one clip of the longest bucket, so M_comp = S^p of that
+    bucket (more if launch overhead dominates, see `_worth_launching`). The setting itself stays 0: a target derived
+    from one cost model is not valid for another. M_mem are the rows that fit `room_gib` of a worker; where no limit of
+    memory is known, `memory_tokens` stays. Raises ValueError where the profile prices nothing, and for a target that no
+    batch can meet.
     """
     loads, seconds = [], []
     for bucket in buckets:

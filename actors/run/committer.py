@@ -110,9 +110,9 @@ class Committer:
         return len(self._open)
 
     def first(self) -> Origin | None:
-        """The state that this controller goes on from; None: a new run. Where an error comes before it is known, `log`
-        says all that may count by then: with `snapshot.every` above 1 keepers may hold a later step that counts than
-        the last one that they know of."""
+        """The state that this controller goes on from; None: a new run. If an error comes before it is known, `log`
+        still covers every step that may count. With `snapshot.every` above 1, keepers may hold a counted step newer
+        than the last commit that they heard of."""
         self.restart(self.state.standing.committed)
         self._unread = True
         self._recorded = self.listener.newest_line()
@@ -238,7 +238,8 @@ class Committer:
     def _commit(self, done: CollectedStep, relays: RelayFinder | None = None) -> None:
         """The oldest finished step is safe: it counts once its metrics are written. Keepers learn of it through
         `relays`, unless the generation may end next: they refuse what arrives after the next one has begun. Raises
-        NotRecorded where it may be written later, and what the listener raises else, also once that was too late."""
+        NotRecorded if the metrics cannot be written now but may be later. Any other listener error is raised as it is,
+        and so is the underlying storage error once `_LONGEST_S` has passed."""
         step, oldest = done.running.step, self._open[0]
         assert step == oldest.step, f"step {step} is committed before step {oldest.step}"
         oldest.records = oldest.records or self.account.records(done)

@@ -193,8 +193,9 @@ class StepRunner:
         )
 
     def end_hanging_relays(self) -> dict[str, float]:
-        """End relays that hang: what waits for one fails then, also keepers' answers, which others are asked for. Those
-        of this generation, by node, with the seconds for which they have not answered."""
+        """Kill relays that have stopped answering. Calls that wait on such a relay then fail, keepers' answers among
+        them; other keepers are asked instead. Returns the silent relays of this generation: node -> seconds without an
+        answer."""
         now = time.monotonic()
         hanging = self.relays.silent(now)
         for node in hanging:
@@ -203,8 +204,8 @@ class StepRunner:
 
     @property
     def awaits_quiet(self) -> bool:
-        """Whether no step shall be dispatched until none runs, as a node can have a relay again then. False while
-        another relay is lost: the next letters end this generation anyway."""
+        """True if dispatch must pause until no step is running, because a node's relay has been restarted and can only
+        be adopted then. False while another relay is still lost: the next letter to it ends the generation anyway."""
         wanted = bool(self.relays.renewed) and time.monotonic() >= self._relays_at
         return wanted and all(node in self.relays.known for node in self._submitter.relay_of)
 

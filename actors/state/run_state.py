@@ -387,8 +387,8 @@ class RunState:
         self.writer.seal_last()
 
     def free_memory(self, committed: int) -> bool:
-        """End the keepers. False when a committed step is held nowhere else, also one that `committed` does not know
-        of: then they stay, and `newest_in_memory` says which it is."""
+        """Stop the keepers and return True. Returns False, and keeps them, if they hold or may hold the only copy of a
+        committed step, even one newer than `committed`; `newest_in_memory` then gives its number."""
         if self._silent:
             log.error("the keepers stay: %s may hold the newest state", ", ".join(self._silent))
             return False

@@ -228,8 +228,9 @@ class Executor:
                 self.sync.start_sum()
 
     def _come_near(self, generation: int) -> None:
-        """Returns when little is queued after the cascade that the device is in. What is queued cannot be taken back,
-        and a worker whose generation ends answers when its device has come to the end of it. Raises as `admit`."""
+        """Returns when at most `ahead_s` of planned work is queued after the cascade that the device runs. Queued work
+        cannot be cancelled, and a worker whose generation has ended answers only when its device has finished it.
+        Raises as `admit`, and DeviceFailure."""
         while True:
             self.admit(generation)
             with self._blamed():
@@ -239,8 +240,8 @@ class Executor:
             time.sleep(_LOOK_S)
 
     def _failed(self, task: CascadeTask, measure: CascadeMeasure, error: BaseException) -> None:
-        """No other cascade of the generation runs here. Raises OutOfMemory when memory ran out, unless it was for what
-        attention gave, without which the cascade runs again."""
+        """Marks this executor broken. Raises OutOfMemory if memory ran out, unless the cascade was keeping attention
+        outputs: then keeping them is switched off, and the cascade is run again without."""
         taken_gib = measure.stop()
         self.broken = f"{task.name}: {error!r}{self._others(error)}"
         if task.module == "dit":
@@ -262,8 +263,9 @@ class Executor:
             raise OutOfMemory(self._exceeded)
 
     def _others(self, error: BaseException) -> str:
-        """A device tells a failure to whatever call comes next, also of Triton or cuBLAS: the cascades before it that
-        may have failed."""
+        """CUDA errors are asynchronous: they surface in the next call, even one from Triton or cuBLAS. Returns, and
+        adds to the error, a note that names earlier, unfinished cascades that may be the real cause; "" if there are
+        none."""
         of_device = isinstance(error, torch.AcceleratorError) or (
             isinstance(error, RuntimeError) and "CUDA" in str(error)
         )

@@ -99,8 +99,8 @@ class Worker:
     which `actors.pool.workers` makes a Ray actor."""
 
     def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
-        """What keeps it from starting is the answer of `info`, with the place where that was, which an error that ends
-        an actor does not have."""
+        """A failure to start is not raised but returned by `info`, with node and GPU: an exception in an actor's
+        constructor would not carry them."""
         self.name, self.settings = name, settings
         self._here = HostGpu(node=node_id(), host=socket.gethostname(), gpu=given_gpu())
         self._failed: FailedStart | None = None

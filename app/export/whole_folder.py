@@ -90,15 +90,15 @@ class _Mark:
         return f"{int(self.since):08x}-{self.host}-{self.kernel}"
 
     def may_live_elsewhere(self) -> bool:
-        """Whether that is another machine, whose locks are not seen here. A container of this one has its kernel; this
-        one has its name after a restart, too."""
+        """Whether the process may still run on another machine, whose locks are not seen here. The same kernel is this
+        machine or a container on it; the same host name is this machine, also after a restart."""
         here = _Mark.here()
         return self.host != here.host and self.kernel != here.kernel and here.since - self.since < _DEAD_S
 
 
 def check_free(to: Path) -> None:
-    """Raises ConfigError where `to` is there, and is no empty folder; what `whole_folder` has left there when it was
-    killed does not count."""
+    """Raises ConfigError if `to` exists and is not an empty folder. Remains of a `whole_folder` that was killed do not
+    count."""
     if to.exists() and (not to.is_dir() or _others_in(to)):
         raise ConfigError(f"{to} exists and is not an empty folder; choose another --to.")
 

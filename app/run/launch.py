@@ -184,8 +184,8 @@ def _take_folder(
 
 @contextmanager
 def _told_in(folder: Path | None) -> Iterator[None]:
-    """What ends a start before its controller is there is in the events of this folder, if any: those of a run that is
-    resumed may be all that is watched. Those of a run that is alive stay its own."""
+    """Write an error that ends the start, before a controller exists, into the folder's events.jsonl: for a resumed run
+    that file may be all that anyone watches. Not if another live run holds the folder."""
     told_before = told_so_far(folder) if folder is not None else 0
     try:
         yield

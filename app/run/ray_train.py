@@ -195,9 +195,9 @@ def _trouble(folder: Path) -> str:
 
 
 def fit_while_progressing(fit: Callable[[int], R], folder: Path, note: Callable[[str], None]) -> R:
-    """What `fit` returns, called again with the next number where Ray Train gives up a run that has committed steps
-    since: it counts the controllers that have died for as long as it lives, and in a month there may be many. Raises
-    what Ray Train raises where they came to nothing."""
+    """Call `fit` with 0, and again with the next number if Ray Train gives up although steps were committed since it
+    began: its failure limit is for the whole run, so a month-long run would reach it. If none were, raises its error.
+    """
     from ray.train import TrainingFailedError
 
     number = 0

@@ -138,9 +138,10 @@ def draw_sigma(
 ) -> float:
     """The noise level of the sample `key`, of `tokens` tokens, at `step`: in `config.levels`, after the shift.
 
-    With `sigmas` [low, high) it lies there as well. The density keeps its form, so that two experts together see what
-    one transformer for all would see. Where all levels are trained, that of an expert is the first of the draws for
-    which it is; where they are cut, it is drawn by its place in what is left. Raises ValueError where nothing is.
+    `sigmas` [low, high) are the levels of one expert: the result lies there as well. The density keeps its form inside
+    them, so two experts together train on the levels that one transformer would. If all levels are trained, levels are
+    drawn until one is the expert's; if `config.levels` cuts them, one draw from [0, 1) is mapped through the density
+    that is left. Raises ValueError if none is.
     """
     numbers, (low, high) = generator(seed, step, key), sigmas
     if config.levels != (0.0, 1.0):

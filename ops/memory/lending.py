@@ -50,8 +50,8 @@ class Lender:
     """Serves one NodeMemory from a thread of its own until `close`."""
 
     def __init__(self, memory: NodeMemory, number: int | None = None, listener: socket.socket | None = None) -> None:
-        """`number` is what a borrower must know: one that `new_number` gave, for those who have to know it before the
-        memory is there; with a `listener`, the one that `claim` gave it for; else one that nobody can guess."""
+        """`number` is the secret that borrowers must present. Pass one from `new_number` if borrowers need it before
+        the memory exists. With `listener`, pass the number that `claim` opened it for. Default: a fresh random one."""
         self.number = number or new_number()
         if listener is None:
             listener = claim(self.number)

@@ -362,8 +362,8 @@ def build_text(config: TextConfig, device: torch.device | str = "cpu", shared: b
 
 
 def token_counter(config: TextConfig) -> Callable[[str], int]:
-    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them, and
-    those of what it quotes, which another encoder reads, are not."""
+    """Counts the tokens of a caption before it is cut at `max_length`, with the tokenizer alone. The end mark counts;
+    the copy of quoted text that a second encoder reads does not."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     from ops.models.folders import text_parts

@@ -127,7 +127,7 @@ class BlockBuffers:
             self._load(block, turn)
         self._turn = turn
         self._copies.arrived(turn)
-        coming = self._expected_behind(block)
+        coming = self._expected_after(block)
         if coming is not None and self._turn_of(coming) is None:
             self._load(coming, 1 - turn)
         found = self._has[turn]
@@ -150,8 +150,9 @@ class BlockBuffers:
         self._copies.copy(values, sources, turn)
         self._has[turn] = FetchedBlock(block, tuple(sources), values)
 
-    def _expected_behind(self, block: int) -> int | None:
-        """What came the last time after this block and the one before it; several calls of one count as one."""
+    def _expected_after(self, block: int) -> int | None:
+        """The block that followed the last time this pair of blocks came: the one before `block`, and `block`. Calls of
+        the same block in a row count as one. None if the pair is new."""
         if self._before is None:
             self._before = (-1, block)
         elif self._before[1] != block:

@@ -345,7 +345,8 @@ class Profile(CascadePrices):
     def _spread(
         self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP
     ) -> SpreadCascade | None:
-        """A cascade over nodes beside what it takes `alone` on one, else what the cost model says of that."""
+        """Pair the time of a cascade that spans nodes with its time on one node: `alone` if measured, else the cost
+        model's prediction. None if that is not known."""
         load, modelled = self.load(key, point.text_tokens), alone is None
         if alone is None:
             model = self.model_of(key[0])
