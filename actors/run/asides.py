@@ -119,8 +119,8 @@ class AsideQueue:
                 busy[node] += 1
 
     def give_back(self, worker: str) -> None:
-        """The worker is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended
-        them."""
+        """Call when a worker is gone: its aside is queued again, first in line. An aside that has lost MAX_LOSSES
+        workers is given up instead, since it may be what ended them."""
         if (work := self.held.pop(worker, None)) is None:
             return
         self._losses[work.name] += 1
@@ -205,8 +205,9 @@ class AsideTurns:
                 self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience, elsewhere=by)
 
     def finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool] = lambda: False) -> bool:
-        """All steps are done: make what is left, on all workers at once, until it is `unwanted`. Events say that the
-        run goes on for it, and what it ends without. Returns whether workers had any to do. Never raises."""
+        """All steps are done: make the asides that are left, on all workers at once, until `unwanted` returns True.
+        Events say that the run waits for them, and how many were not made in the end. Returns whether there were any to
+        make. Never raises."""
         try:
             return self._finish(generation, world, unwanted)
         except Exception:

@@ -157,11 +157,12 @@ class Committer:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
     def go_on_from(self, recovery: Recovery, apart: tuple[str, ...] = ()) -> Recovery:
-        """A generation starts from this state: what it makes safe is committed, later steps are computed again. Returns
-        the state that it starts from: an earlier one where what this one makes safe cannot be recorded.
+        """Commit the steps that `recovery` makes safe, and drop later ones: they are computed again. Returns the state
+        that the generation starts from: an earlier one if the metrics of a safe step cannot be recorded now.
 
-        Nodes that are `apart` from those of the generation decode nothing for it: neither could the pixels be fetched
-        from there, nor would Ray say so."""
+        Nothing is decoded on nodes that are `apart` from those of the generation: the pixels could not be fetched from
+        there, and Ray would not say so.
+        """
         elsewhere = apart != self.source.avoid
         self.source.avoid = apart
         try:

@@ -35,7 +35,7 @@ class DataWait:
     """
 
     def __init__(self, tell: Tell, say: Callable[[str], object], pace: DataPace = DataPace()) -> None:
-        """`say`: where people ask what the run waits for; "": for nothing."""
+        """`say` shows people what the run waits for; "" if for nothing."""
         self._tell, self._say, self._pace = tell, say, pace
         self._since: float | None = None
         self._step = -1  # that is waited for

@@ -15,8 +15,8 @@ GPU = "gpu"  # the name of a worker's own, in what it says of its environment
 def environment_of(
     infos: Sequence[WorkerInfo], from_step: int, before: EnvironmentSeen | None
 ) -> EnvironmentSeen | None:
-    """The event with what these workers say of themselves, beside the last one `before`; None where they say nothing,
-    as those of benchmarks."""
+    """The event with the environments that these workers report, and what has changed since the event `before`. None if
+    no worker reports one, as in benchmarks."""
     told = [(info.host, dict(info.environment)) for info in infos if info.environment]
     if not told:
         return None

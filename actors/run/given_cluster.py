@@ -28,8 +28,9 @@ class GivenCluster:
         self._number: dict[str, int] = {}  # node -> its number in the file
 
     def over(self, found: Cluster, homes: Sequence[str]) -> Cluster:
-        """The workers that are there, with all that the file says of them; what it does not say stays as they report
-        it. `homes` names the node of each of `found`'s. Raises ClusterMismatch."""
+        """The workers that are there, with places, speeds and bandwidths from the file. What the file leaves out of a
+        place stays as the worker reports it. `homes` are the names of the nodes of `found`, in order. Raises
+        ClusterMismatch."""
         given = self._given
         if given is None:
             return found

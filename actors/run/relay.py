@@ -225,8 +225,8 @@ class Relay:
         self._steps = {}
 
     def _forget_before(self, step: int) -> None:
-        """What was encoded for these steps is needed by nobody: a letter comes when all workers have ended the step two
-        before it."""
+        """Drop the encode results of earlier steps. No worker needs them: a letter comes when all workers have ended
+        the step two before its own."""
         for cascade in [cascade for cascade, of in self._steps.items() if of < step]:
             del self._steps[cascade], self._made[cascade]
 
@@ -259,8 +259,9 @@ class Relay:
         return reference
 
     async def _watched(self, sent: list[tuple[RelayedCall, Ref[object]]], answer: NodeAnswer) -> NodeAnswer:
-        """The answer, when the ends and the DiT calls have ended well, or when one has failed, or an encode for want of
-        its pixels. Other encodes say what they lack to the DiT call that waits for them."""
+        """Returns the answer once the end calls, the DiT calls and the turns have ended well, or one call has failed.
+        Of an encode only missing pixels count as a failure: any other one reaches the DiT call that waits for the
+        result."""
         failed = asyncio.Event()
 
         def watch(method: str) -> list[asyncio.Task[None]]:

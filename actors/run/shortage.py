@@ -73,8 +73,8 @@ class Shortage:
         )
 
     def _of_hosts(self, infos: Sequence[WorkerInfo]) -> str:
-        """What the nodes lack of what they could spare when they had nothing of this run: a worker that comes later
-        sees less."""
+        """What the nodes lack, compared with the memory that they could spare before they held any state of this run: a
+        worker that starts later sees less."""
         if not self._begun:
             return ""
         self._note(infos, known=True)

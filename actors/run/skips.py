@@ -80,7 +80,8 @@ class Skips:
         return suspect
 
     def forget_where(self) -> None:
-        """The worker has left: what comes now may be of another one, also on the same GPU."""
+        """Call when a worker has left: remember only that steps were skipped, not on which workers. Later skips may
+        come from another worker, even on the same GPU."""
         self._steps = dict.fromkeys(self._steps, _UNKNOWN)
 
     def _suspect(self) -> str:

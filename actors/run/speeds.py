@@ -67,9 +67,9 @@ class Speeds:
             means -= len(self._known.pop(next(iter(self._known))))
 
     def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
-        """Speed of each worker beside a normal one, 1; of a worker not known yet the `expected` one, by default 1.
-        Empty when all are 1. The workers are those of the generation: what is known of others is forgotten, as nobody
-        gets the name of one that is gone."""
+        """Speed of each of the generation's `workers` relative to a normal one, which is 1. A worker not known yet has
+        its `expected` speed, by default 1. () if all are 1. Measurements of other workers are dropped: their names do
+        not come back."""
         self._forget_all_but(workers)
         told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)
@@ -87,8 +87,9 @@ class Speeds:
         return factors if any(speed != 1.0 for speed in factors) else ()
 
     def _normal(self, known: Mapping[str, float]) -> float:
-        """What counts as 1: at first the median worker. Later what leaves most workers as they were, whoever came and
-        went: with two kinds of GPU the median jumps, and prices were learned at the normal of then."""
+        """Logarithm of the speed that counts as 1: at first the median worker's. Later the one that leaves most
+        workers' factors as they were, whoever came and went: with two kinds of GPU the median jumps, and prices were
+        learned relative to the earlier one."""
         stayed = [speed - math.log(self._told[worker]) for worker, speed in known.items() if worker in self._told]
         return statistics.median(stayed or known.values())
 
@@ -105,9 +106,9 @@ class Speeds:
             del self._told[worker]
 
     def _fitted(self, workers: Sequence[str]) -> dict[str, float]:
-        """Logarithm of the speed of every worker that has run enough of what others ran, too: least squares of
-        log seconds = log work - log speed, by turns for work and workers. Nothing of other workers is known any more.
-        What one worker alone has run fits any speed of it, and says nothing."""
+        """Logarithm of the speed of every worker that has run enough work in common with others: least squares of log
+        seconds = log work - log speed, solved for work and for workers in turn. Work that only one worker has run is
+        left out: it fits any speed. `_known` is of these workers only."""
         number = {worker: n for n, worker in enumerate(workers)}
         rows = [
             (number[worker], work, mean, count)

@@ -210,8 +210,9 @@ class StepRunner:
         return wanted and all(node in self.relays.known for node in self._submitter.relay_of)
 
     def take_up_relays(self) -> None:
-        """Call the workers of nodes that can have a relay again through it from the next step on. Only while no step
-        runs: a worker takes the calls of two callers in any order. What cannot be taken up now is later."""
+        """Adopt restarted relays: from the next step on, the workers of their nodes are called through them. Only while
+        no step runs, since a worker may run the calls of two callers in any order. A relay that cannot be adopted now
+        is tried again later."""
         if self.running or not self.awaits_quiet:
             return
         ends = [one.reference for one in self._outlasting_calls]
@@ -254,8 +255,8 @@ class StepRunner:
         self._submitter.forget_but(set(self._holdings.published.values()))
 
     def check_forming(self) -> None:
-        """Raise what keeps the generation from being formed: GenerationLost, or what `refusal_of` says. A worker that
-        could not form it leaves the others waiting for it in a collective."""
+        """Raises GenerationLost, or the error that `refusal_of` picks, if a worker could not form the generation: it
+        leaves the others waiting in a collective."""
         if not self.forming:
             return
         done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=0)
@@ -356,7 +357,8 @@ class StepRunner:
         return found
 
     def _check_relays(self) -> None:
-        """A relay that hangs holds up all that its workers say, also that they cannot go on."""
+        """Raises GenerationLost if a relay hangs: nothing that its workers report gets through, not even that they
+        cannot go on."""
         if hanging := self.end_hanging_relays():
             whys = {f"relay of node {n[:8]}": f"has not answered for {s:.0f} s" for n, s in hanging.items()}
             raise GenerationLost(Failures(failed=whys))
@@ -438,8 +440,9 @@ def by_rank(calls: Sequence[Call], ranks: int) -> list[list[Call]]:
 
 
 def refusal_of(failed: Mapping[str, BaseException]) -> PlanError | ConfigError | FirstStateLost | None:
-    """What ends the run, of errors of workers that could not form a generation: a node without room for what they
-    share, a setting that their devices cannot follow, or nothing to begin with. All would be so again."""
+    """The error that must end the run, out of those of workers that could not form a generation; None if another
+    generation may succeed. It ends if a node lacks room for what its workers share, their devices cannot follow a
+    setting, or there is no state to begin with."""
     for name, error in failed.items():
         if isinstance(error, MemoryError):
             return PlanError(f"{name} could not form the generation: {error}")

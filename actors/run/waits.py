@@ -37,10 +37,9 @@ class StepWaits:
         update_s: float = 0.0,
         aside_s: float | None = 0.0,
     ) -> Patience:
-        """The patience for every wait of this dispatch; `shapes` are (ranks, shapes) of its cascades, `update_s` is
-        what the plan expects of the step's end: until a step has ended, nothing else says that. A worker may come to
-        that end later by a turn of an aside, `aside_s`; None: there may be one for the first time, and it may be
-        compiled like anything else."""
+        """The patience for every wait of this dispatch. `shapes` are the (ranks, shapes) of its cascades. `update_s` is
+        the planned duration of the step's end, the only estimate until one has been measured. `aside_s` is by how much
+        an aside's turn may delay a worker; None: an aside may run for the first time, and be compiled."""
         config = self.config
         planned_s = max((c.end_s for c in cascades), default=0.0) - min((c.start_s for c in cascades), default=0.0)
         wanted = planned_s + max(self._end_s, update_s) + (aside_s or 0.0) if self.measured else 0.0

@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 def with_room(make: Callable[[], T], before: Callable[[str], None]) -> T:
-    """What `make` makes in pieces of an aside, whose `before` this is. Where memory runs out it begins again with more
-    (`MORE_ROOM`), if there is any. Raises what `make` raises."""
+    """Call `make`. If memory runs out, make room by `before(MORE_ROOM)` and call it once more. Raises what `make`
+    raises, also if no more room can be made."""
     try:
         return make()
     except Exception as error:

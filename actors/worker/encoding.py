@@ -75,7 +75,8 @@ class Encoding:
             return self._deliver(task, rows, ok)
 
     def _deliver(self, task: CascadeTask, rows: Sequence[Tensor], ok: Sequence[bool]) -> list[EncodeResult]:
-        """Keeps and publishes what the task asks for. Returns what is published, unless its copy has just begun."""
+        """Keeps and publishes the results that the task names. Returns the published ones; none if their copy to the
+        host has only been started."""
         executor = self.executor
         made = [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
         if executor.groups is not None and executor.groups.rank == task.bag[0]:

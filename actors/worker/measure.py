@@ -83,8 +83,8 @@ class CascadeMeasure:
     # While it goes on ------------------------------------------------------------------------------------------------
 
     def meet(self) -> Group:
-        """The bag of the cascade, when all its members have come. What is waited until then belongs to what they did
-        before, not to this cascade; on CUDA the stream waits and the host goes on."""
+        """The group of the cascade's bag, once all members have come (on CUDA the stream waits, the host goes on). That
+        wait is due to what the members ran before, so it does not count for this cascade."""
         if self._gate is not None:
             return self._groups.get(self._task.bag)
         if len(self._task.bag) > 1:

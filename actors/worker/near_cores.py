@@ -20,9 +20,9 @@ _OWN_THREADS = Path("/proc/self/task")
 
 
 def stay_near(numa: int | None, root: Path = SYS) -> frozenset[int]:
-    """Keeps all threads of this process, and those that they will start, to the cores of the memory node `numa`, out of
-    those that it may use. Returns them; none, and changes nothing, where nobody knows the node, where all cores are of
-    it, or where a container leaves the process less than half of its part of them."""
+    """Bind all threads of this process, and those that they will start, to the cores of the memory node `numa` that it
+    may use. Returns these cores. Changes nothing and returns none if the node is unknown, if all cores are of it, or if
+    a container leaves the process less than half of its share of them."""
     if numa is None or not hasattr(os, "sched_setaffinity"):
         return frozenset()
     allowed, nodes = frozenset(os.sched_getaffinity(0)), _cores_by_node(root)

@@ -84,7 +84,8 @@ class Surroundings:
             tell(found.describe())
 
     def _apart(self, knocked: Collection[str]) -> NodesApart | None:
-        """Nodes that do not answer, or else those of `knocked` to which packets are lost."""
+        """The nodes that do not answer; if all answer, those of `knocked` to which packets are lost. None if there are
+        none."""
         own, others = self._own, self._others
         addresses = {name: one.address for name, one in others.items() if one.address}
         silent = self._ask(addresses, self._within_s)

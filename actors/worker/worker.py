@@ -398,7 +398,8 @@ class Worker:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _encoded(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> list[PublishedResult]:
-        """What an encode publishes; of one that may outlast its step nothing yet (`outlasted`)."""
+        """Run an encode and return what it publishes. One that may outlast its step is only begun, and publishes
+        nothing yet (see `outlasted`)."""
         if task.outlasts:
             self.executor.begin_outlasting(task, encode)
             return []
@@ -412,8 +413,8 @@ class Worker:
             self._exporting = None
 
     def _ready(self, module: Module, task: CascadeTask | TurnTask) -> None:
-        """Load encoders that something has to be encoded by, after all: a cache lacks a result of theirs. Raises
-        StaleGeneration instead where the task may not run."""
+        """Load an encoder that was left out because a cache should have its results, and lacks one. Raises
+        StaleGeneration if the task may not run."""
         modules = self.executor.modules
         if not modules.lacks(module):
             return
@@ -429,8 +430,8 @@ class Worker:
         self._compare_late()
 
     def _compare_late(self) -> None:
-        """Raises ValueError where another worker has made an encoder of other weights. Those that were there when this
-        worker came have been compared."""
+        """Raises ValueError if another worker has loaded an encoder with other weights after its start. Weights that
+        were there at the start have been compared."""
         for part, digest in self._late_digests.items():
             if self._store is None:
                 return
@@ -517,8 +518,8 @@ class Worker:
         return HostCopies(PinnedCopy(self.device)) if self.device.type == "cuda" else None
 
     def _handed_out(self, step: int, export: ShardExport) -> Snapshot:
-        """What the controller learns of this worker's state after this step. On CUDA it may say so before the copy has
-        ended."""
+        """The snapshot of this worker's state after this step, for the controller. On CUDA its copy may still go on:
+        then `Snapshot.copied` resolves when it has ended."""
         self._phase("snapshot")
         generation, copied = self.executor.generation, None
         self._exporting = export

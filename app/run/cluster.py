@@ -64,7 +64,8 @@ def must_answer(address: str) -> None:
 
 
 def not_let_in(address: str, otherwise: str) -> ConfigError:
-    """Where Ray does not connect to what `must_answer` let pass. `otherwise`: what to do without that cluster."""
+    """The error if Ray does not connect to an address that `must_answer` has let pass. `otherwise`: what to do without
+    that cluster."""
     if not address.removeprefix("ray://").rpartition(":")[2].isdigit():  # "auto": nobody has looked whether it is there
         return ConfigError(f"no Ray cluster answers at {address}. Start it, or {otherwise}.")
     return ConfigError(

@@ -19,8 +19,8 @@ _LOOK_S = 2.0
 
 
 class ControllerWatch:
-    """`look` says each thing once. `nodes` are those of the cluster, `trouble` what the controller says to whoever asks
-    its monitor; "": nothing."""
+    """Says, each thing once, why no controller has begun, or why the one that was seen does not go on. `nodes` are
+    those of the cluster; `trouble` asks the controller's monitor for what goes wrong, "" for nothing."""
 
     def __init__(
         self,

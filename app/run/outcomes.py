@@ -72,10 +72,9 @@ def told_so_far(folder: Path) -> int:
 
 
 def tell_failure(folder: Path, outcome: Outcome, since: int) -> None:
-    """Into events.jsonl, unless a recorder has told of a failure there after byte `since` (`told_so_far` at the begin,
-    for clocks of two machines are not compared): what fails before one is open, or after it was lost, would be seen by
-    nobody who watches the file. Only where the folder is that of a run already: a start that came to nothing leaves
-    none."""
+    """Write a failure into events.jsonl, unless a recorder has written one after byte `since` (from `told_so_far`; not
+    a time, as clocks of two machines may differ). Without this, a failure before a recorder is open, or after it was
+    lost, would not be seen in that file. Does nothing if the folder is not that of a run yet."""
     if outcome.code not in FAILED or not (folder / CONFIG).is_file():
         return
     path = folder / _EVENTS

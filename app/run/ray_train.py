@@ -109,11 +109,12 @@ def _on_disk(folder: Path) -> str:
 def _run_controller(
     config: RunConfig, folder: Path, token: str, changes: Sequence[Change], note: Callable[[str], None]
 ) -> Outcome | None:
-    """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned.
+    """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned;
+    None if that is nothing, or if the folder says how the run ended while Ray Train does not end. Raises RayGone if Ray
+    itself has ended.
 
     Ray Train gets a folder of its own for every start: what it remembers of an earlier one (checkpoints that are pruned
-    since, another version of Ray) must not refuse this one. None also where the folder says how the run ended and Ray
-    Train does not come to its end. Raises RayGone when Ray itself has ended.
+    since, another version of Ray) must not refuse this one.
     """
     from actors.ray_calls import nodes
 
@@ -176,8 +177,8 @@ def _trainer(
 
 def ask_own_cluster() -> None:
     """Have Ray Train ask this cluster whether its controller lives. Its PlacementGroupCleaner asks Ray's state API
-    without an address: that is the cluster that was started last on the host, and where that is another one, which
-    knows no such actor, the cleaner ends what it should look after. To be called with Ray connected."""
+    without an address, which means the cluster started last on this host. If that is another one, which knows no such
+    actor, the cleaner ends the run that it should clean up after. Call it with Ray connected."""
     import ray
     from ray.train.v2._internal import constants
 
@@ -186,7 +187,8 @@ def ask_own_cluster() -> None:
 
 
 def _trouble(folder: Path) -> str:
-    """What the controller says where it can write no event. Raises LookupError, and what Ray raises."""
+    """What the controller's monitor says of files that cannot be written, since no event can say it; "" if all is well.
+    Raises LookupError, and what Ray raises."""
     from actors.ray_calls import get
 
     if not (folder / "run_id").is_file():  # which the controller makes

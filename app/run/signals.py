@@ -97,7 +97,7 @@ def heed_no_more() -> None:
 @contextmanager
 def unwinds_on_signal() -> Iterator[Callable[[], None]]:
     """Inside it, SIGTERM and SIGHUP end the command as Ctrl-C does: what it holds is given back; exit code 128 + N.
-    Yields what puts the handlers back that others, as Ray, have replaced."""
+    Yields a function that puts its handlers back after others, such as Ray's, have replaced them."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -114,8 +114,8 @@ def unwinds_on_signal() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """Around the start of a process, which nobody could end if a signal came before it is known. What has come is
-    handled at the end, as ever."""
+    """Hold signals back while a process is started, until its id is known: before that nobody could end it. They are
+    raised again at the end."""
     came: list[int] = []
     earlier = _earlier(SIGNALS)
     _put(earlier, lambda number, frame: came.append(number))

@@ -17,8 +17,9 @@ _LAST_S = 5.0  # for the last report to be taken in
 
 
 class TrainReports:
-    """Reports of steps: where they come faster than they are taken in, the newest is made. After one that is refused
-    none is made: Ray Train counts those that have begun, and each later one would wait for ever for its turn."""
+    """Reports checkpoints to Ray Train, from a thread. If they come faster than Ray Train takes them, only the newest
+    is reported. After a refused report none is made: Ray Train counts those that have begun, and each later one would
+    wait for ever for its turn."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
