@@ -108,21 +108,26 @@ def _published(index: Json, fields: Json) -> PublishedUse:
     )
 
 
+def parity_times(sample: ParitySample) -> Tensor:
+    """The time of a sample; [1, n], a time for each token, where frames are clean. LTX-2 takes the same."""
+    times = sample.timestep
+    if sample.clean_frames:
+        times = times.expand(sample.latent.shape[1:]).clone()
+        first = sample.conditions.first_times
+        times[: sample.clean_frames] = 0 if first is None else first
+        times = times.reshape(1, -1)
+    return times
+
+
 def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, object]:
     import torch
 
     _, t, h, w = sample.latent.shape
-    times = sample.timestep
-    if sample.clean_frames:  # a time for each token
-        times = times.expand(t, h, w).clone()
-        first = sample.conditions.first_times
-        times[: sample.clean_frames] = 0 if first is None else first
-        times = times.reshape(1, -1)
     stride_t, *pixels = config.vae_stride
     inputs: dict[str, object] = {
         "hidden_states": sample.latent.flatten(1).T[None],
         "encoder_hidden_states": sample.text[None],
-        "timestep": times,
+        "timestep": parity_times(sample),
         "encoder_attention_mask": torch.ones(1, len(sample.text)),
     }
     if not config.causal_temporal_positioning:

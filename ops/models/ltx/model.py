@@ -7,12 +7,14 @@ weights, a cross-attention that reads the stream as it is, and positions in seco
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
+from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.layers import (
@@ -28,7 +30,6 @@ from ops.models.ltx.config import LTXBlocksConfig, LTXConfig
 from ops.packed.packing import Layout
 from ops.packed.sequence_parallel import sequence_parallel_attention
 
-_QK_EPS = 1e-5
 _OUT_EPS = 1e-6
 LONGEST = (20.0, 2048.0, 2048.0)  # seconds and pixels at which a position is 1
 
@@ -102,11 +103,14 @@ def _units(layout: Layout, config: LTXConfig) -> Tensor:
 class LTXBlock(nn.Module):
     """Self-attention over the bag, cross-attention to the replicated text, MLP; AdaLN from each row's table row."""
 
-    def __init__(self, config: LTXConfig) -> None:
+    self_attention: ClassVar[type[Attention]] = Attention
+    qk_eps: ClassVar[float] = 1e-5
+
+    def __init__(self, config: LTXBlocksConfig) -> None:
         super().__init__()
         self.eps, self.backend = config.eps, config.attention
-        self.attn1 = Attention(config.dim, config.head_dim, _QK_EPS, rope_dim=config.dim)
-        self.attn2 = Attention(config.dim, config.head_dim, _QK_EPS)
+        self.attn1 = self.self_attention(config.dim, config.head_dim, self.qk_eps, rope_dim=config.dim)
+        self.attn2 = Attention(config.dim, config.head_dim, self.qk_eps)
         self.ff = FeedForward(config.dim, config.ffn_dim)
         self.scale_shift_table = nn.Parameter(torch.randn(6, config.dim) / config.dim**0.5)
 
@@ -119,9 +123,14 @@ class LTXBlock(nn.Module):
         h = ln_modulate(x, scale, shift, segments, eps=self.eps, rms=True)
         q, k, v = self.attn1.project(h, h, shared.cos, shared.sin)
         y = self.attn1.output(sequence_parallel_attention(q, k, v, layout.video_exchange, shared.group, self.backend))
-        x = gate_residual(x, y, gate, segments)
+        x, h = self.text_queries(x, y, gate, segments)
 
-        q, k, v = self.attn2.project(x, shared.text)
+        q, k, v = self.attn2.project(h, shared.text)
         y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text, self.backend))
         x, h = gate_residual_ln_modulate(x, y, None, mlp_scale, mlp_shift, segments, eps=self.eps, rms=True)
         return gate_residual(x, self.ff(h), mlp_gate, segments)
+
+    def text_queries(self, x: Tensor, y: Tensor, gate: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """The stream after self-attention gave y, and what the cross-attention makes its queries of; both [n, D]."""
+        x = gate_residual(x, y, gate, segments)
+        return x, x

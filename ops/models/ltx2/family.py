@@ -20,6 +20,7 @@ from ops.models.base.family import (
     shift_of,
 )
 from ops.models.ltx.family import FAMILY as LTX
+from ops.models.ltx.family import parity_times
 from ops.models.ltx2.config import LTX2Config
 
 if TYPE_CHECKING:
@@ -109,16 +110,10 @@ def _parity_inputs(config: LTX2Config, sample: ParitySample) -> dict[str, object
     import torch
 
     _, t, h, w = sample.latent.shape
-    times = sample.timestep
-    if sample.clean_frames:  # a time for each token
-        times = times.expand(t, h, w).clone()
-        first = sample.conditions.first_times
-        times[: sample.clean_frames] = 0 if first is None else first
-        times = times.reshape(1, -1)
     return {
         "hidden_states": sample.latent.flatten(1).T[None],
         "encoder_hidden_states": sample.text[None],
-        "timestep": times,
+        "timestep": parity_times(sample),
         "num_frames": t,
         "height": h,
         "width": w,

@@ -14,18 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.attention.varlen import attention
-from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
-from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual.op import gate_residual_ln_modulate
 from ops.kernels.qk_rope.op import qk_norm_rope
-from ops.models.base.layers import Attention, FeedForward
-from ops.models.base.transformer import TextBlockInputs
-from ops.models.ltx.model import LONGEST, LTXTransformer
+from ops.models.base.layers import Attention
+from ops.models.ltx.model import LONGEST, LTXBlock, LTXTransformer
 from ops.models.ltx2.config import LTX2Config
 from ops.packed.packing import Layout
-from ops.packed.sequence_parallel import sequence_parallel_attention
-
-_QK_EPS = 1e-6
 
 
 class LTX2DiT(LTXTransformer):
@@ -90,29 +85,11 @@ class SplitAttention(Attention):
         return x.unflatten(-1, (-1, 2, self.head_dim // 2)).transpose(-1, -2).flatten(-3)
 
 
-class LTX2Block(nn.Module):
-    """Self-attention over the bag, cross-attention to the replicated text, MLP; AdaLN from each row's table row."""
+class LTX2Block(LTXBlock):
+    """LTX-Video's block with a norm before the cross-attention."""
 
-    def __init__(self, config: LTX2Config) -> None:
-        super().__init__()
-        self.eps, self.backend = config.eps, config.attention
-        self.attn1 = SplitAttention(config.dim, config.head_dim, _QK_EPS, rope_dim=config.dim)
-        self.attn2 = Attention(config.dim, config.head_dim, _QK_EPS)
-        self.ff = FeedForward(config.dim, config.ffn_dim)
-        self.scale_shift_table = nn.Parameter(torch.randn(6, config.dim) / config.dim**0.5)
+    self_attention = SplitAttention
+    qk_eps = 1e-6
 
-    def forward(self, x: Tensor, shared: TextBlockInputs) -> Tensor:
-        """x [n, D] -> [n, D]."""
-        layout, segments = shared.layout, shared.layout.segments
-        table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unbind(1)
-
-        h = ln_modulate(x, scale, shift, segments, eps=self.eps, rms=True)
-        q, k, v = self.attn1.project(h, h, shared.cos, shared.sin)
-        y = self.attn1.output(sequence_parallel_attention(q, k, v, layout.video_exchange, shared.group, self.backend))
-        x, h = gate_residual_ln_modulate(x, y, gate, None, None, segments, eps=self.eps, rms=True)
-
-        q, k, v = self.attn2.project(h, shared.text)
-        y = self.attn2.output(attention(q, k, v, layout.local_lengths, layout.text, self.backend))
-        x, h = gate_residual_ln_modulate(x, y, None, mlp_scale, mlp_shift, segments, eps=self.eps, rms=True)
-        return gate_residual(x, self.ff(h), mlp_gate, segments)
+    def text_queries(self, x: Tensor, y: Tensor, gate: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        return gate_residual_ln_modulate(x, y, gate, None, None, segments, eps=self.eps, rms=True)
