@@ -234,11 +234,7 @@ def build_modules(settings: WorkerSettings, device: torch.device, device_gib: fl
     machine cannot compile what they compile, or the transformer does not take what training would give it.
     """
     model, geometry = resolve(settings.model)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
-    queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
-    check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-    if model.dit.compile is True:
-        check_compiler(device)
+    dtype = check_device_runs(model.dit, settings.train, device)
     _check_takes(model, settings.train)
     on_host = hosts_blocks(model.dit, settings, device, device_gib)
     modules = Modules(
@@ -256,6 +252,17 @@ def build_modules(settings: WorkerSettings, device: torch.device, device_gib: fl
         if module not in settings.cached:
             modules.ready(module)
     return modules
+
+
+def check_device_runs(dit: DiTConfig, train: TrainConfig, device: torch.device) -> torch.dtype:
+    """The dtype of a transformer's weights in training. Raises ValueError where the device cannot run the attention
+    that the settings name, or this machine cannot compile what they compile."""
+    dtype: torch.dtype = getattr(torch, train.parameter_dtype)
+    queries = torch.bfloat16 if train.autocast == "bfloat16" else dtype
+    check_backend(dit.attention, device, queries, dit.head_dim)
+    if dit.compile is True:
+        check_compiler(device)
+    return dtype
 
 
 def _check_takes(model: ModelConfig, train: TrainConfig) -> None:

@@ -47,14 +47,11 @@ class Bench:
         group: Group | None = None,
     ) -> None:
         """`group`: the bag of which this process is a member."""
-        import torch
-
         from actors.worker.attention_room import AttentionRoom
+        from actors.worker.loading import check_device_runs
         from ops.attention.sdpa import leave_out_cudnn
-        from ops.attention.varlen import check_backend
         from ops.comm.collectives import Group
         from ops.models.first_frame import FirstFrame
-        from ops.packed.compiled_blocks import check_compiler
         from ops.precision import allow_tf32
 
         allow_tf32(config.train.allows_tf32)
@@ -65,15 +62,10 @@ class Bench:
         # bytes of the runs that are being measured, and their seconds, which may be asked when a run has ended
         self._gathered: list[tuple[int, Callable[[], float]]] = []
         self._settled = False  # its modules are loaded, and what they take is counted
-        dtype = getattr(torch, config.train.parameter_dtype)
-        queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
-        check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-        if model.dit.compile is True:
-            check_compiler(device)
+        self._dtype = check_device_runs(model.dit, config.train, device)
         self.frame = FirstFrame.of(model)
-        half = config.train.autocast == "bfloat16"
         self.attention = AttentionRoom.of(
-            model.dit, config.train.memory.attention, 2 if half else dtype.itemsize, device.type == "cuda"
+            model.dit, config.train.memory.attention, config.train.element_bytes, device.type == "cuda"
         )
         self._room_gib: float | None = None  # of the run that is being measured
 
@@ -92,14 +84,12 @@ class Bench:
         return module
 
     def _bare_dit(self) -> nn.Module:
-        import torch
-
         from ops.models.experts import compile_blocks, graph_blocks
         from ops.models.load import build_dit
 
-        dtype, on_host = getattr(torch, self.config.train.parameter_dtype), self.places.parameters == "node"
-        on_host &= self.model.dit.freezes_blocks  # trained weights are measured where there is room for all of them
-        dit = build_dit(self.model.dit, self.config.train.seed, dtype, self.device, on_host)
+        # trained weights are measured where there is room for all of them
+        on_host = self.places.parameters == "node" and self.model.dit.freezes_blocks
+        dit = build_dit(self.model.dit, self.config.train.seed, self._dtype, self.device, on_host)
         if self.model.dit.compile is True:
             compile_blocks(dit)
         graph_blocks(dit, self.model.dit.cuda_graphs, self.device)
