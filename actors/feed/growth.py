@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,8 +21,8 @@ class Growth:
     steady_steps: int = 16  # what comes and goes is no growth
     settled_bytes: int = 0  # the most that it had while it settled
     now_bytes: int = 0
-    _steps: int = 0  # that were seen
-    _over: int = 0  # steps in a row until now in which it was too large
+    _steps: int = field(default=0, init=False)  # that were seen
+    _over: int = field(default=0, init=False)  # steps in a row until now in which it was too large
 
     def begin(self) -> None:
         """It is counted from what is seen from now on."""

@@ -51,11 +51,11 @@ class Watch:
     """Remembers which workers it has already reported."""
 
     config: WorkersConfig
-    _life: str = ""  # of the monitor
-    _expected_at: dict[str, float] = field(default_factory=dict)  # when each member was first looked for
-    _suspected: set[str] = field(default_factory=set)
-    _leaving: set[str] = field(default_factory=set)
-    _stalled: set[tuple[str, float]] = field(default_factory=set)
+    _life: str = field(default="", init=False)  # of the monitor
+    _expected_at: dict[str, float] = field(default_factory=dict, init=False)  # when each member was first looked for
+    _suspected: set[str] = field(default_factory=set, init=False)
+    _leaving: set[str] = field(default_factory=set, init=False)
+    _stalled: set[tuple[str, float]] = field(default_factory=set, init=False)
 
     def look(self, report: MonitorReport, members: Collection[str]) -> Findings:
         """`members` are the workers that should be heard of; silence counts from the first look for one. A monitor that

@@ -44,8 +44,8 @@ class LinkWatch:
     workers do not show what is usual. So all that are slow are named together, `_GATHER_S` after some have been found.
     """
 
-    _named_at: dict[tuple[str, str], float] = field(default_factory=dict)
-    _found_at: float | None = None  # since when there have been some to name
+    _named_at: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
+    _found_at: float | None = field(default=None, init=False)  # since when there have been some to name
 
     def look(self, uses: Iterable[LinkUse], now: float) -> list[SlowLink]:
         """Those that are slow and have not been named within the hour; `now` in seconds of any clock, which may begin

@@ -97,7 +97,7 @@ class AsideQueue:
     waiting: deque[AsideWork] = field(default_factory=deque)
     held: dict[str, AsideWork] = field(default_factory=dict)  # by worker
     hopeless: list[AsideWork] = field(default_factory=list)  # have lost too many workers to be tried again
-    _losses: Counter[str] = field(default_factory=Counter)  # by name
+    _losses: Counter[str] = field(default_factory=Counter, init=False)  # by name
 
     @property
     def left(self) -> tuple[str, ...]:

@@ -85,11 +85,13 @@ class Committer:
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer, or a worker not copied it, is replaced
     say: Callable[[str], object] = lambda trouble: None  # where people ask what the run waits for; "": for nothing
     committed: int = -1  # the newest committed step, -1 before the first
-    _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
-    _slow: int = -1  # the newest step of which an event said that its keepers are slow
-    _storage: StorageWait | None = None
-    _recorded: tuple[int, int] | None = None  # until it is known where this controller goes on: the newest line
-    _unread: bool = False  # that line could not be read
+    # finished and not committed yet, oldest first
+    _open: deque[UncommittedStep] = field(default_factory=deque, init=False)
+    _slow: int = field(default=-1, init=False)  # the newest step of which an event said that its keepers are slow
+    _storage: StorageWait | None = field(default=None, init=False)
+    # the newest line, until it is known where this controller goes on
+    _recorded: tuple[int, int] | None = field(default=None, init=False)
+    _unread: bool = field(default=False, init=False)  # that line could not be read
 
     @property
     def awaits_storage(self) -> bool:

@@ -84,10 +84,14 @@ class Controller:
     recalibration: Recalibration | None = None
     look_pace: LookPace = field(default_factory=LookPace)
     data_pace: DataPace = field(default_factory=DataPace)
-    _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
-    _looked_at: float = 0.0  # monotonic seconds
-    _look_s: float = 0.0  # from that look to the next
-    _collect_s: float = 0.0  # CPU seconds of the last `collect` that found no step to have ended
+    _stop_by: float = field(default=0.0, init=False)  # monotonic seconds; 0 while nobody has asked the run to end
+    _looked_at: float = field(default=0.0, init=False)  # monotonic seconds
+    _look_s: float = field(default=0.0, init=False)  # from that look to the next
+    # CPU seconds of the last `collect` that found no step to have ended
+    _collect_s: float = field(default=0.0, init=False)
+    _data_wait: DataWait = field(init=False)
+    _misfits: Misfits = field(init=False)
+    _decode_room: DecodeRoom = field(init=False)
 
     def __post_init__(self) -> None:
         self._data_wait = DataWait(self.events.tell, self.committer.say, self.data_pace)

@@ -65,7 +65,8 @@ class Forming:
     speeds: Speeds
     tell: Tell
     shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
-    _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
+    # the last workers may still be leaving
+    _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2), init=False)
 
     def form(self, decision: Form) -> StepRunner:
         """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.

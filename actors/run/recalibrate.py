@@ -60,8 +60,8 @@ class Recalibration:
     planner: PlannerClient
     source: StepSource
     events: Events
-    _asked: tuple[StageSizes, SizesAnswer] | None = None
-    _told: dict[Bucket, tuple[int, int]] = field(default_factory=dict)  # what was suggested last
+    _asked: tuple[StageSizes, SizesAnswer] | None = field(default=None, init=False)
+    _told: dict[Bucket, tuple[int, int]] = field(default_factory=dict, init=False)  # what was suggested last
 
     @classmethod
     def of(

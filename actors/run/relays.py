@@ -80,17 +80,16 @@ class Relays:
     again_s: float = 60.0
     start: Callable[[str], NodeRelay] = start_relay  # on a node
     groups: Sequence[Sequence[str]] = ()  # of the nodes with relays of the last generation
-    _known: dict[str, NodeRelay] = field(default_factory=dict)
-    _first: dict[str, str] = field(default_factory=dict)  # by node: the first of its group
-    _wanted: Sequence[str] = ()  # nodes of the last generation where letters save calls
-    _without: dict[str, LostRelay] = field(default_factory=dict)  # by node
-    _times: Counter[str] = field(default_factory=Counter)  # that a node has lost one
-    _asked: dict[str, tuple[Ref[None], float]] = field(
-        default_factory=dict
-    )  # by node: what is not answered, since when
-    _heard_at: dict[str, float] = field(default_factory=dict)  # by node: when its relay has last said something
-    _looked_at: float = -_LOOK_S
-    _renewed_at: float = -_LOOK_S
+    _known: dict[str, NodeRelay] = field(default_factory=dict, init=False)
+    _first: dict[str, str] = field(default_factory=dict, init=False)  # by node: the first of its group
+    _wanted: Sequence[str] = field(default=(), init=False)  # nodes of the last generation where letters save calls
+    _without: dict[str, LostRelay] = field(default_factory=dict, init=False)  # by node
+    _times: Counter[str] = field(default_factory=Counter, init=False)  # that a node has lost one
+    # by node: what is not answered, since when
+    _asked: dict[str, tuple[Ref[None], float]] = field(default_factory=dict, init=False)
+    _heard_at: dict[str, float] = field(default_factory=dict, init=False)  # by node: when its relay last said something
+    _looked_at: float = field(default=-_LOOK_S, init=False)
+    _renewed_at: float = field(default=-_LOOK_S, init=False)
 
     def of(self, world: Sequence[Seat]) -> Mapping[str, NodeRelay]:
         """The relays of a generation, by node; a node with one worker has none, as a letter would save nothing. Called

@@ -39,8 +39,8 @@ class Shortage:
     samples: bool = False
     lora_files_gib: float = 0.0
     # GiB that each node could spare before it had any state of this run; None: it had some when it was seen first.
-    _hosts: dict[str, float | None] = field(default_factory=dict)
-    _begun: bool = False
+    _hosts: dict[str, float | None] = field(default_factory=dict, init=False)
+    _begun: bool = field(default=False, init=False)
 
     def begin(self, infos: Sequence[WorkerInfo], fresh: bool) -> None:
         """A generation of these workers is about to form. `fresh`: nothing of the run's state is in anybody's memory

@@ -37,9 +37,9 @@ class Speeds:
     have frames, of which one more or less makes a difference."""
 
     bags: bool = True
-    _known: dict[WorkKey, dict[str, tuple[float, int]]] = field(default_factory=dict)  # mean, count
-    _told: dict[str, float] = field(default_factory=dict)
-    _workers: tuple[str, ...] = ()  # that `factors` was asked for last
+    _known: dict[WorkKey, dict[str, tuple[float, int]]] = field(default_factory=dict, init=False)  # mean, count
+    _told: dict[str, float] = field(default_factory=dict, init=False)
+    _workers: tuple[str, ...] = field(default=(), init=False)  # that `factors` was asked for last
 
     def observe(self, reports: Iterable[StepReport], planned_with: Mapping[str, float]) -> None:
         """Take in a finished step; `planned_with` are the factors its plan already counted on."""

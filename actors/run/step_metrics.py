@@ -108,9 +108,10 @@ class StepAccount:
     node_of: Callable[[str], str]  # of a worker, as people read it
     work: DiTWork | None = None  # of the run's transformer
     experts: tuple[str, ...] = ()  # names of the transformers that are trained, by the numbers that items give them
-    _history: LoadHistory = field(default_factory=LoadHistory)
-    _last_ended_at: float = 0.0  # monotonic seconds: when the step before the next one ended, or the generation began
-    _data_wait_s: float = 0.0  # since the last committed step
+    _history: LoadHistory = field(default_factory=LoadHistory, init=False)
+    # monotonic seconds: when the step before the next one ended, or the generation began
+    _last_ended_at: float = field(default=0.0, init=False)
+    _data_wait_s: float = field(default=0.0, init=False)  # since the last committed step
 
     def begin(self, at: float) -> None:
         """The run or a generation begins (monotonic seconds): its first step is counted from here."""

@@ -9,7 +9,7 @@ are skewed, as on workers that share cores, a step of many takes more than its m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.messages import Span
 from actors.planning.actor import updates
@@ -23,9 +23,9 @@ _FAR = 1.5  # measured over planned seconds of a step's cascades, either way, fr
 class StepPace:
     """The steps of a run, in the order in which they are collected."""
 
-    _generation: int | None = None  # of the last one
-    _ended_at: float = 0.0  # monotonic seconds
-    _waited_s: float = 0.0
+    _generation: int | None = field(default=None, init=False)  # of the last one
+    _ended_at: float = field(default=0.0, init=False)  # monotonic seconds
+    _waited_s: float = field(default=0.0, init=False)
 
     def waited_for_data(self, seconds: float) -> None:
         """The workers had nothing to do meanwhile."""

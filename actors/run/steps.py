@@ -69,18 +69,22 @@ class StepRunner:
     bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
     bags_gib: float = 0.0  # of a GPU that their communicators may come to take
     running: list[RunningStep] = field(default_factory=list)
-    _holdings: Holdings = field(default_factory=Holdings)
-    _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
-    _outlasting: list[Call] = field(default_factory=list)  # encodes that the last dispatched step does not wait for
-    _outlasting_calls: list[SubmittedCall] = field(default_factory=list)
-    _planned: bool = False
+    _holdings: Holdings = field(default_factory=Holdings, init=False)
+    # by step: its encodes that an earlier one runs
+    _early: dict[int, list[EarlyEncode]] = field(default_factory=dict, init=False)
+    # encodes that the last dispatched step does not wait for
+    _outlasting: list[Call] = field(default_factory=list, init=False)
+    _outlasting_calls: list[SubmittedCall] = field(default_factory=list, init=False)
+    _planned: bool = field(default=False, init=False)
+    _relays_at: float = field(default=0.0, init=False)  # monotonic seconds: no relay is taken up before
+    _communicators: Communicators = field(init=False)
+    _submitter: Submitter = field(init=False)
 
     def __post_init__(self) -> None:
         self._communicators = Communicators(self.bag_peers)
         self._submitter = Submitter(
             generation=self.generation, world=self.world, relays=self.relays, forming=tuple(self.forming)
         )
-        self._relays_at = 0.0  # monotonic seconds: no relay is taken up before
 
     def count_on(self, speed: tuple[float, ...]) -> None:
         """Plan from now on with these speeds of the workers, in order of ranks."""

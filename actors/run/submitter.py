@@ -37,17 +37,21 @@ class Submitter:
     relays: Relays
     forming: tuple[Ref[None], ...]  # by rank: resolve when the workers have formed the generation
     results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)  # by the cascade that publishes them
-    _at_relays: dict[str, str] = field(default_factory=dict)  # published by a call of a letter: cascade -> node
-    _letters: dict[str, list[RelayedCall]] = field(default_factory=dict)  # by node: of the present dispatch
-    _num_sent: Counter[str] = field(default_factory=Counter)  # letters to each node
+    # by node; workers of other nodes are called directly
+    relay_of: Mapping[str, NodeRelay] = field(default_factory=dict, init=False)
+    # published by a call of a letter: cascade -> node
+    _at_relays: dict[str, str] = field(default_factory=dict, init=False)
+    _letters: dict[str, list[RelayedCall]] = field(default_factory=dict, init=False)  # by node: of the present dispatch
+    _num_sent: Counter[str] = field(default_factory=Counter, init=False)  # letters to each node
+    _ranks: dict[str, list[int]] = field(default_factory=dict, init=False)  # by node
+    _seats: list[RelaySeat] = field(init=False)
+    _groups: Sequence[Sequence[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.relay_of: Mapping[str, NodeRelay] = {}  # by node; workers of other nodes are called directly
         self.take_up_relays()
         self._seats = [
             RelaySeat(name=seat.name, handle=seat.handle, publishes_later=seat.publishes_later) for seat in self.world
         ]
-        self._ranks: dict[str, list[int]] = {}  # by node
         for rank, seat in enumerate(self.world):
             self._ranks.setdefault(seat.node, []).append(rank)
 

@@ -22,8 +22,8 @@ class StepWaits:
 
     config: WorkersConfig
     measured: bool = False
-    _ran: dict[int, set[CascadeShape]] = field(default_factory=dict)  # by rank, in this generation
-    _end_s: float = 0.0  # the gradient sum, update and snapshot of the last step
+    _ran: dict[int, set[CascadeShape]] = field(default_factory=dict, init=False)  # by rank, in this generation
+    _end_s: float = field(default=0.0, init=False)  # the gradient sum, update and snapshot of the last step
 
     def begin(self) -> None:
         """A generation begins: its processes may be new."""

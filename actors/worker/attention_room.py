@@ -42,11 +42,11 @@ class AttentionRoom:
     setting: AttentionMemory
     gib_per_row: float
     cuda: bool
-    _needs: dict[PassSize, float] = field(default_factory=dict)  # GiB without it
-    _full: set[PassSize] = field(default_factory=set)  # with it the allocator had to try again
-    _off: bool = False
-    _size: PassSize | None = None
-    _room_gib: float | None = None
+    _needs: dict[PassSize, float] = field(default_factory=dict, init=False)  # GiB without it
+    _full: set[PassSize] = field(default_factory=set, init=False)  # with it the allocator had to try again
+    _off: bool = field(default=False, init=False)
+    _size: PassSize | None = field(default=None, init=False)
+    _room_gib: float | None = field(default=None, init=False)
     keeps: bool = False  # in the pass that was begun and has not ended
 
     @classmethod
