@@ -28,9 +28,11 @@ from actors.records.events import CheckpointWritten, HeldOutMeasured, RunEvent, 
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.alerts import ALERTS
+from app.records.ray_gauges import CHECKPOINT
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.records.tails import backwards, number_in
-from app.records.trackers import CHECKPOINT, SampleFiles, Trackers
+from app.records.tracker import SampleFiles
+from app.records.trackers import Trackers
 from ops.line_file import LineFile, cut_torn_line
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import yaml
 from actors.records.events import KINDS
 from app.records.alerts import ALERTS
 from app.records.metrics import TAGS
-from app.records.trackers import CHECKPOINT, EVENT_TIME, SETTINGS, gauge_of
+from app.records.ray_gauges import CHECKPOINT, EVENT_TIME, SETTINGS, gauge_of
 
 RULES = Path(__file__).parents[2] / "docker" / "prometheus" / "heddle.rules.yaml"
 

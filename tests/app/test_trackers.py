@@ -32,17 +32,10 @@ from actors.records.events import (
 from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
+from app.records.ray_gauges import EVENT_TIME, RayTracker, gauge_of
 from app.records.rundir import RunDir
-from app.records.trackers import (
-    EVENT_TIME,
-    TRACKERS,
-    MlflowTracker,
-    RayTracker,
-    SampleFiles,
-    Trackers,
-    WandbTracker,
-    gauge_of,
-)
+from app.records.tracker import SampleFiles
+from app.records.trackers import TRACKERS, MlflowTracker, Trackers, WandbTracker
 from app.run.recorder import Recorder
 from app.run.tracker_environment import in_environment, tracker_environment
 from app.sampling.clips import write_clips
