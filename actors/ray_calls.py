@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, NodeDiedErro
 from actors.plan.types import PlanError
 from actors.refs import RayNode, Ref
 from data.errors import DataError, DataIOError
+from ops.units import GIB
 
 FOR_GOOD = (ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError)
 GONE = (RayActorError, *FOR_GOOD)  # also one that is out of reach, and may answer again
@@ -129,7 +130,7 @@ def gpus_of_a_node() -> int:
 def object_store_gib(node_id: str) -> float | None:
     """Size of a node's object store; None when Ray does not say."""
     sizes = [one["Resources"].get("object_store_memory") for one in nodes() if one["NodeID"] == node_id]
-    return None if not sizes or sizes[0] is None else sizes[0] / 2**30
+    return None if not sizes or sizes[0] is None else sizes[0] / GIB
 
 
 def resources(*, free: bool) -> dict[str, float]:

@@ -43,6 +43,7 @@ from data.ledger import BadSample, Reason
 from data.types import Bucket, Clip, DataItem, SampleRef
 from ops.listing import names_in
 from ops.passing import UNREACHABLE
+from ops.units import GIB
 from ops.whole_file import whole_file, write_whole
 
 log = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class Cache:
             if path.is_file():
                 return True
             path.parent.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(path.parent).free - array.nbytes < self.config.min_free_gib * 2**30:
+            if shutil.disk_usage(path.parent).free - array.nbytes < self.config.min_free_gib * GIB:
                 return self._stop(f"less than data.cache.min_free_gib {self.config.min_free_gib:g} GiB would stay free")
             _write(path, array)
             path.with_suffix(_BAD).unlink(missing_ok=True)

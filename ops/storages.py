@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ops.units import GIB
+
 
 class StorageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
     """Counts the storages that operators of this thread make while it is entered, backward passes included.
@@ -58,8 +60,8 @@ class StorageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self._limit is not None and self.live_bytes > self._limit:
             raise torch.OutOfMemoryError(
-                f"{self.live_bytes / 2**30:.3f} GiB of tensors with {num_bytes / 2**30:.3f} GiB more; "
-                f"the limit is {self._limit / 2**30:.3f} GiB."
+                f"{self.live_bytes / GIB:.3f} GiB of tensors with {num_bytes / GIB:.3f} GiB more; "
+                f"the limit is {self._limit / GIB:.3f} GiB."
             )
 
     def _forget(self, address: int, num_bytes: int) -> None:

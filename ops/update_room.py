@@ -6,7 +6,9 @@ ends, so what is in use at once is what a node has to have.
 
 from __future__ import annotations
 
-AHEAD_BYTES = 1 << 30  # of a backward's gradients that are not added yet in host memory; more are waited for
+from ops.units import GIB
+
+AHEAD_BYTES = GIB  # of a backward's gradients that are not added yet in host memory; more are waited for
 BUCKET = 1 << 25  # elements of a range that are updated and sent together
 _QUEUED = 2  # gradients beyond those: the one that was queued last, and the next, which waits
 _TO_HOST = 3  # buckets of gradient, fp32: one that is used, the one before it, one on its way
@@ -43,7 +45,7 @@ def pinned_gib(
         found += _TO_HOST * _block(bucket * _FP32)
     if host_state and not host_parameters:
         found += _BACK * _block(bucket * parameter_bytes)
-    return found / 2**30
+    return found / GIB
 
 
 def _block(num_bytes: int) -> int:

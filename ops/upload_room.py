@@ -7,6 +7,8 @@ MiB, took 512, and one more such block for each clip that was queued. So large u
 
 from __future__ import annotations
 
+from ops.units import GIB
+
 BLOCK = 32 << 20  # bytes of a block, a power of two; 0.6 ms at 55 GB/s, which is long beside a launch
 SMALL = 4 << 20  # bytes up to which an upload is none of them
 _LEAST = 4  # blocks: rows and index tensors of some cascades
@@ -25,4 +27,4 @@ def most_blocks(largest: int) -> int:
 
 def uploads_gib(largest: int) -> float:
     """GiB of host memory that a worker's large uploads may hold. `largest` as `most_blocks`."""
-    return most_blocks(largest) * BLOCK / 2**30
+    return most_blocks(largest) * BLOCK / GIB

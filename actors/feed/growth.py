@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ops.units import GIB
+
 
 @dataclass(kw_only=True, slots=True)
 class Growth:
@@ -15,7 +17,7 @@ class Growth:
     """
 
     # 160,000 steps of 64 microbatches, of which Ray Data 2.60 leaves 0.1 KiB each, as measured of the first 6,000.
-    most_bytes: int = 1 << 30
+    most_bytes: int = GIB
     # Fills what a feeder keeps of recent steps and windows: of the defaults, 192 steps of 4 microbatches, 72 of 64.
     settling_steps: int = 256
     steady_steps: int = 16  # what comes and goes is no growth

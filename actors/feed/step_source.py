@@ -39,6 +39,7 @@ from data.errors import DataError, DataIOError, DataUnreachable
 from ops.geometry import Geometry
 from ops.memory.node_room import node_room
 from ops.models.config import ModelConfig
+from ops.units import GIB, MIB
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ _LOOK_S = 2.0  # an answer is awaited this long before the feeder's pulse is fel
 _STARTS = 3
 _OPENING_S = 3600.0  # a feeder that shall take over has opened the data by then: nothing waits for that
 _STARTING_S = 60.0  # and then starts within this, as the run may wait for it
-_SPARE_BYTES = 1 << 30  # that a node has left when another feeder is as large as this one
+_SPARE_BYTES = GIB  # that a node has left when another feeder is as large as this one
 _POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
 
 
@@ -401,7 +402,7 @@ class StepSource:
     def _take_over(self, successor: Successor) -> None:
         """All steps that were asked for have been delivered; later ones are the successor's."""
         assert successor.from_step is not None, "it has started"
-        mib = [round(size / 2**20) for size in (self._growth.settled_bytes, self._growth.now_bytes)]
+        mib = [round(size / MIB) for size in (self._growth.settled_bytes, self._growth.now_bytes)]
         assert self._pulse is not None, "so has the one before it"
         self._retiring = self._open_feeder, self._pulse
         self._feeder, self._pulse, self._feeder_from = successor.feeder, successor.pulse, successor.from_step

@@ -18,6 +18,7 @@ from ops.geometry import Geometry, PixelShape
 from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
 from ops.shards import bytes_per_weight
+from ops.units import GIB
 from ops.upload_room import uploads_gib
 
 
@@ -64,7 +65,7 @@ def lora_files_gib(checkpoint: CheckpointConfig, model: ModelConfig) -> float:
         return 0.0
     from ops.models.lora_files import writing_bytes
 
-    return writing_bytes(model.dit.experts) / 2**30
+    return writing_bytes(model.dit.experts) / GIB
 
 
 def forecast(

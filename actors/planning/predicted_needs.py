@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, line_through
-from actors.planning.memory import GIB, MemoryForecast
+from actors.planning.memory import MemoryForecast
 from ops.degrees import surplus
 from ops.geometry import Geometry, PixelShape
 from ops.models.config import ModelConfig
+from ops.units import GIB
 
 if TYPE_CHECKING:
     from ops.models.forecast import EncoderNeed, Precision

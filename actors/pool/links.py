@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from actors.progress import LinkUse
+from ops.units import MIB
 
 _SLOWER = 4.0  # times
 _NOTICEABLE = 0.25  # share of the time that it takes
-_LEAST_BYTES = 2**20  # in a window, to know how fast a link is
+_LEAST_BYTES = MIB  # in a window, to know how fast a link is
 _USUAL = 75  # percentile of the others: a slow host makes several links slow
 _FEW = 1 / 3  # of all links, unless they have a host in common
 _AGAIN_S = 3600.0  # a link that is still slow is named again

@@ -46,6 +46,7 @@ from actors.records.events import (
 )
 from actors.refs import Ref
 from ops.counted import counted
+from ops.units import MIB
 
 log = logging.getLogger(__name__)
 
@@ -321,8 +322,8 @@ def _told_of(slow: Sequence[SlowLink]) -> LinkSlow:
     return LinkSlow(
         host=first.host,
         other=first.other,
-        mib_per_s=round(first.rate / 2**20, 2),
-        usual_mib_per_s=round(first.usual / 2**20, 2),
+        mib_per_s=round(first.rate / MIB, 2),
+        usual_mib_per_s=round(first.usual / MIB, 2),
         busy_s=round(first.busy_s, 1),
         over_s=round(first.over_s, 1),
         more=len(slow) - 1,

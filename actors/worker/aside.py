@@ -39,7 +39,8 @@ from torch import Tensor, nn
 
 from actors.aside_turns import MORE_ROOM, WAITS, AsideWork, NoMoreRoom, TurnReport, TurnTask
 from actors.worker.loading import Modules
-from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
+from actors.worker.meter import Meter, NoMeter, ran_out, release
+from ops.units import GIB
 from ops.update.flat_vector import trainable
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from actors.plan.places import AttentionMemory
 from ops.models.base.config import DiTConfig
 from ops.packed.packing import Layout
+from ops.units import GIB
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 WORTH_ROWS = 8192  # of the longest sequence: below, the host takes as long for it as the device for the attention
 MOST_SIZES = 4096  # that are remembered, those that came last: with captions of any length hardly two are alike
 SHARE = 0.9  # of the room that is left; blocks of the allocator are not as large as what lies in them

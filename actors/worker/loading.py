@@ -32,6 +32,7 @@ from ops.models.load import build_dit, build_image, build_text, build_vae, first
 from ops.models.weights import frozen_digests, num_weights
 from ops.packed.compiled_blocks import check_compiler
 from ops.shards import ShardState, cut, state_names
+from ops.units import GIB
 from ops.update.engine import Sync
 from ops.update.flat_vector import initial_shard, trainable
 from ops.update.sync_places import SyncPlaces
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +316,9 @@ def late_sizes(modules: EncoderSet, device: torch.device, never: Collection[Modu
     if modules.lacks("text") and "text" not in never and model.text.path:
         text = num_weights(encoder_folders(model.text)) * DTYPE_BYTES[model.text.dtype_on(device.type)]
     if not cuda:
-        return LateSizes(device=(vae + text) / _GIB, host=(vae + text) / _GIB)
+        return LateSizes(device=(vae + text) / GIB, host=(vae + text) / GIB)
     at_home = model.text.place == "device"
-    return LateSizes(device=(vae + text * at_home) / _GIB, host=text * (not at_home) / _GIB)
+    return LateSizes(device=(vae + text * at_home) / GIB, host=text * (not at_home) / GIB)
 
 
 def build_sync(

@@ -20,8 +20,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from actors.plan.types import USABLE
 from ops.packed.graphed_blocks import held_by_graphs
 from ops.storages import StorageCount, storage_bytes
+from ops.units import GIB
 
-GIB = 2**30
 _LARGE = 0.5  # part of its room that a cascade takes which fragments may keep from being larger
 _TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRACED = (FakeTensor, FunctionalTensor)

@@ -62,7 +62,7 @@ from actors.worker.loading import (
     late_sizes,
     peak_tflops,
 )
-from actors.worker.meter import GIB, freed, keep, meter_of, peak_rss_gib
+from actors.worker.meter import freed, keep, meter_of, peak_rss_gib
 from actors.worker.near_cores import stay_near
 from actors.worker.run_clock import own_clock
 from actors.worker.work_done import FinishedStep
@@ -82,6 +82,7 @@ from ops.packed.uploads import expect
 from ops.passing import passes
 from ops.precision import allow_tf32
 from ops.shards import shard_bounds
+from ops.units import GIB
 from ops.update.flat_vector import trainable
 from ops.update.shard_export import ShardExport
 from ops.update_room import pinned_gib
@@ -180,9 +181,9 @@ class Worker:
             lends=self._home.lends,
             uploads_gib=uploads_gib(self.settings.largest_upload) if self.device.type == "cuda" else 0.0,
             pinned_gib=self._pinned_gib(),
-            host_room_gib=node_room() / 2**30,
+            host_room_gib=node_room() / GIB,
             store_gib=object_store_gib(node),
-            shared_gib=None if shared is None else shared / 2**30,
+            shared_gib=None if shared is None else shared / GIB,
             place=self._place,
             gpu=self._here.gpu,
             door=None if self._door is None else self._door.address,
@@ -480,7 +481,7 @@ class Worker:
 
     def _gpu_gib(self) -> float:
         """Memory of this worker's GPU; 0 on a CPU."""
-        return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
+        return torch.cuda.get_device_properties(self.device).total_memory / GIB if self.device.type == "cuda" else 0.0
 
     def _room_gib(self) -> float | None:
         """GiB for cascades, less what encoders will take that are not loaded yet; None: no limit."""
@@ -548,7 +549,7 @@ class Worker:
         )
 
     def _report(self, task: FinishTask, done: FinishedStep, snapshot_s: float) -> StepReport:
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else 0.0
+        peak = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else 0.0
         r = done.result
         return StepReport(
             worker=self.name,

@@ -186,8 +186,9 @@ class ModelFigures:
         """Figures with one clip of this shape per cascade."""
         import torch
 
-        from ops.models.forecast import GIB, pass_bytes, states_bytes, text_need, vae_need
+        from ops.models.forecast import pass_bytes, states_bytes, text_need, vae_need
         from ops.packed.packing import Sequence as PackedSequence
+        from ops.units import GIB
 
         model = self._model
         dtype = getattr(torch, model.text.dtype_on("cuda"))

@@ -20,10 +20,10 @@ from app.bench.lab import OPEN_END, Lab
 from app.settings.config import RunConfig
 from ops.models.load import num_trained
 from ops.shards import bytes_per_weight
+from ops.units import GIB
 
 LAYOUTS = ((2,), (1, 1))  # workers of each node
 TOLERANCE = 0.1  # of what is asked for
-_GIB = 2**30
 _STORE_MIB = 1024
 _STEPS = 6  # until every page of both versions, and of their copies, has been written
 _LOOKS, _PAUSE_S = 5, 1.0
@@ -69,7 +69,7 @@ def measure(lab: Lab) -> list[HostFigures]:
                 nodes=layout,
                 weights=num_trained(large.model.dit),
                 asked=_asked(large, layout) - _asked(small, layout),
-                replicas=4 * more * sum(layout) / _GIB,
+                replicas=4 * more * sum(layout) / GIB,
                 found=after - before,
             )
         )
@@ -96,7 +96,7 @@ def table(found: Sequence[HostFigures]) -> str:
 def _asked(config: RunConfig, layout: Sequence[int]) -> float:
     """GiB, of all nodes."""
     weight = bytes_per_weight(config.train.optimizer)
-    state_gib = num_trained(config.model.dit) * weight / _GIB
+    state_gib = num_trained(config.model.dit) * weight / GIB
     needs: list[HostNeed] = [
         host_need(
             state_gib,
@@ -118,7 +118,7 @@ def _taken(lab: Lab, config: RunConfig) -> float:
     run.wait_for_step(_STEPS)
     looks: list[float] = []
     for _ in range(_LOOKS):
-        looks.append(_pss_bytes() / _GIB)
+        looks.append(_pss_bytes() / GIB)
         time.sleep(_PAUSE_S)
     run.stop()
     return max(looks)

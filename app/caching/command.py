@@ -36,12 +36,12 @@ from data.decode import fault_of
 from data.ledger import Ledger
 from ops.counted import counted
 from ops.typed import ConfigError
+from ops.units import GIB, MIB
 
 if TYPE_CHECKING:
     from actors.pool.room import Need
     from app.caching.worker import FilledUnit, FillJob
 
-_GIB = 2**30
 _LINE_S = 30.0  # between two lines of progress where there is no terminal
 _WORDS = {"latents": "clips", "text": "texts"}
 
@@ -159,7 +159,7 @@ def _check_room(found: CacheLook, kept: CacheConfig) -> None:
         folder = folder.parent
     needed, free = sum(account.missing_bytes for account in found.kinds.values()), shutil.disk_usage(folder).free
     print(f"storage   {size(needed)} for {kept.path}, {size(free)} free, of which {kept.min_free_gib:g} GiB stay free")
-    if needed and needed + kept.min_free_gib * _GIB > free:
+    if needed and needed + kept.min_free_gib * GIB > free:
         raise ConfigError(
             f"data.cache.path {kept.path} has {size(free)} free, and the missing entries take {size(needed)} beside "
             f"data.cache.min_free_gib {kept.min_free_gib:g}. Give a folder on another disk, or keep texts alone "
@@ -379,4 +379,4 @@ def _next(path: Path, overrides: Sequence[str], config: RunConfig, modules: Sequ
 
 def size(num_bytes: int) -> str:
     """Such as 3.2 GiB, 410 MiB."""
-    return f"{num_bytes / _GIB:,.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from data.in_words import part_of
 from ops.counted import counted
+from ops.units import MIB
 
 if TYPE_CHECKING:
     from data.dataset.index import Index
@@ -109,7 +110,7 @@ def print_statistics(facts: SourceStatistics) -> None:
     console.print(
         f"[bold]{escape(facts['name'])}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
         f"({facts['videos']} videos, {facts['images']} images), {_lasting(facts['hours'])}, "
-        f"{facts['bytes'] / 2**20:,.1f} MiB of media in {counted(facts['shards'], part_of(facts['kind']))}"
+        f"{facts['bytes'] / MIB:,.1f} MiB of media in {counted(facts['shards'], part_of(facts['kind']))}"
         f"{_reasons(facts['rejected'])}"
     )
     shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)

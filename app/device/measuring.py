@@ -30,6 +30,7 @@ from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.models.load import trained_part
+from ops.units import MIB
 from ops.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class Measuring:
             seconds = exchange_seconds(dit, line[1], self._profile.element_bytes, part)
             self._profile.count_exchange(seconds, exchange_calls(dit, part))
         speeds = ", ".join(
-            f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
+            f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / MIB:.0f} MiB" for one in found
         )
         print(f"a2a   all-to-all of {degree}{_over(nodes)}: {speeds} of a member", flush=True)
 
@@ -216,7 +217,7 @@ class Measuring:
         self._profile.count_handoffs(found)
         sizes = sorted({point.num_bytes for point in found})
         middle = {size: statistics.median(p.seconds for p in found if p.num_bytes == size) for size in sizes}
-        told = ", ".join(f"{1e3 * middle[size]:.1f} ms for {size / 2**20:.3g} MiB" for size in sizes)
+        told = ", ".join(f"{1e3 * middle[size]:.1f} ms for {size / MIB:.3g} MiB" for size in sizes)
         where = "on two nodes" if nodes > 1 else "on one node"
         print(f"handoff  by the object store to another worker {where}: {told}", flush=True)
 
@@ -279,7 +280,7 @@ def _handed(times: PointTimes) -> str:
     """What members of a bag have handed each other first."""
     if not times.gathered_bytes:
         return ""
-    mib = times.gathered_bytes / 2**20
+    mib = times.gathered_bytes / MIB
     return f"  {1e3 * times.gathered_s:.1f} ms of it for {mib:.3g} MiB from the others"
 
 

@@ -45,6 +45,7 @@ from ops.models.lora import A, B, M, lora_scale, merged
 from ops.models.lora_files import write_factors
 from ops.models.weights import check_state, is_lora, write_folder
 from ops.typed import ConfigError
+from ops.units import MIB
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def export(
 
 
 def _size(folder: Path) -> str:
-    return f"{sum(file.stat().st_size for file in folder.iterdir()) / 2**20:,.1f} MiB"
+    return f"{sum(file.stat().st_size for file in folder.iterdir()) / MIB:,.1f} MiB"
 
 
 def _quiet() -> None:

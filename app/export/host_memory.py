@@ -6,6 +6,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton, kept_skeleton
 from ops.models.weights import is_lora
 from ops.typed import ConfigError
+from ops.units import GIB
 
 _BESIDE_BYTES = 3 << 29  # libraries, one layer in fp64, text encoders that are written anew
 
@@ -40,4 +41,4 @@ def _largest(dit: DiTConfig) -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f}"
+    return f"{size / GIB:.1f}"

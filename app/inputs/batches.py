@@ -26,6 +26,7 @@ from data.config import BatchConfig, BucketsConfig, SegmentConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
+from ops.units import GIB
 
 
 def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None, bool]:
@@ -37,7 +38,7 @@ def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None,
         return config.workers.memory_gib or None, False
     here = torch.cuda.is_available()
     cuda = config.workers.device == "cuda" or here or known_gib > 0
-    found = known_gib or (torch.cuda.get_device_properties(0).total_memory / 2**30 if here else 0.0)
+    found = known_gib or (torch.cuda.get_device_properties(0).total_memory / GIB if here else 0.0)
     limits = [gib for gib in (found, config.workers.memory_gib) if gib]
     return min(limits, default=None), cuda
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from data.config import SourceConfig
 from ops.counted import counted
+from ops.units import MIB
 
 
 def synth(
@@ -38,7 +39,7 @@ def synth(
     summary = synthesize(folder, config)
     print(
         f"{summary['clips']} clips and {summary['images']} still images in {counted(config.shards, 'shard')}: "
-        f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB)"
+        f"{summary['shards']} ({int(str(summary['bytes'])) / MIB:.1f} MiB)"
     )
     if summary["koala"]:
         print(f"the clips as a Koala-36M table: {summary['koala']}")

@@ -46,6 +46,7 @@ from ops.models.folders import check_weights, resolve
 from ops.models.load import check_factors, check_kept, check_trained, num_trained
 from ops.shards import bytes_per_weight
 from ops.typed import ConfigError
+from ops.units import GIB
 
 STEPS = 8  # planned as one rolling sequence
 MOST_SECONDS, MOST_MINUTES = 120, 180  # of a run; a longer one is given in minutes, or in hours
@@ -166,7 +167,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         which = "frozen weights of blocks" if dit.freezes_blocks else "weights"
         gib = host_weights_gib(model, config.train)
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
-    print(f"storage   {in_words(size)} per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
+    print(f"storage   {in_words(size)} per checkpoint, {kept} kept, {free / GIB:,.1f} GiB free")
     factors = lora_bytes(config, dit)
     if factors:
         form = config.checkpoint.lora_files

@@ -19,10 +19,10 @@ from ops.models.folders import resolve
 from ops.models.load import num_trained
 from ops.shards import bytes_per_weight
 from ops.typed import ConfigError, Node, build
+from ops.units import GIB
 
 PRESETS = Path(__file__).parent.parent.parent / "configs" / "models"
 HEAD = ("model", "family", "layers", "heads", "width", "weights", "bfloat16", "state", "degrees")
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +50,8 @@ class PresetSize:
             str(self.dit.num_heads),
             str(self.dit.dim),
             f"{self.weights / 1e9:.2f} B" if self.weights >= 1e8 else f"{self.weights / 1e6:.1f} M",
-            f"{2 * self.weights / _GIB:.1f} GiB",
-            f"{state / _GIB:.1f} GiB",
+            f"{2 * self.weights / GIB:.1f} GiB",
+            f"{state / GIB:.1f} GiB",
             self.degrees,
         )
 

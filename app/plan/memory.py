@@ -13,6 +13,7 @@ from app.inputs.memory import MemoryView
 from app.settings.config import RunConfig
 from data.config import EngineConfig
 from ops.counted import counted
+from ops.units import GIB, MIB
 
 
 def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:
@@ -39,7 +40,7 @@ def state_lines(view: MemoryView) -> list[str]:
             lines.append("          which was not checked: host_gib in the cluster file says what a node has for it")
     if (copies := view.fetched).num_bytes:
         lines.append(
-            f"          a pass copies {copies.num_bytes / 2**30:.2f} of it to each GPU, for its forward and for its "
+            f"          a pass copies {copies.num_bytes / GIB:.2f} of it to each GPU, for its forward and for its "
             f"backward: {2 * copies.way_s:.2f} s at least, at {copies.bytes_per_s / 1e9:.0f} GB/s (assumed)"
         )
     if view.host is not None and view.host.encoders:
@@ -83,7 +84,7 @@ def _decoded_ahead(engine: EngineConfig) -> str:
 
 def in_words(num_bytes: float) -> str:
     """'0.38 GiB', and of a small model '2.7 MiB'."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def need_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item], profile: Profile) -> list[str]:

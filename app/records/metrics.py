@@ -34,6 +34,7 @@ from app.records.tails import backwards, number_in
 from app.records.tracker import SampleFiles
 from app.records.trackers import Trackers
 from ops.line_file import LineFile, cut_torn_line
+from ops.units import MIB
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ _MOST_CURVES = 64  # of workers in a chart. 1,024 workers have 5,120, a quarter 
 PER_WORKER = "_by_worker"  # how the names of mappings from workers end; the others are of buckets
 
 
-_WORKERS_BYTES = 128 * 2**20  # of a file of their figures
+_WORKERS_BYTES = 128 * MIB  # of a file of their figures
 
 
 class StepFile:

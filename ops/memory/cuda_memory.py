@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ops.kernels.base import backend
 from ops.kernels.push.op import push
+from ops.units import GIB
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ def pin(memory: Tensor, device: torch.device) -> None:
             _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _REGISTER_PORTABLE)
             pinned.append(address)
     except DriverError as error:
-        log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", memory.nbytes / 2**30, error)
+        log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", memory.nbytes / GIB, error)
         _unpin(pinned)
 
 
@@ -237,7 +238,7 @@ def _taken(num_bytes: int) -> int:
     except DriverError as error:
         if error.code != _OUT_OF_MEMORY:
             raise
-        raise MemoryError(f"no room for {whole / 2**30:.2f} GiB on a GPU: {error}") from None
+        raise MemoryError(f"no room for {whole / GIB:.2f} GiB on a GPU: {error}") from None
     return address.value
 
 

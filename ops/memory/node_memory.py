@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 
 from ops.memory.node_room import node_room
+from ops.units import MIB
 
 PAGE_BYTES = mmap.PAGESIZE
 _TAKEN_AT_ONCE = 64 << 20  # bytes, after which the node's room is looked at: less than it keeps in reserve
@@ -50,7 +51,7 @@ class NodeMemory:
         processes when it cannot keep the promise.
         """
         if num_bytes > (room := node_room()):
-            raise _no_room(name, num_bytes, f", it can spare {room / 2**20:,.0f} MiB")
+            raise _no_room(name, num_bytes, f", it can spare {room / MIB:,.0f} MiB")
         memory = NodeMemory.reserve(name, num_bytes)
         try:
             memory._allocate(name, 0, num_bytes)
@@ -154,4 +155,4 @@ class RangeLock:
 
 
 def _no_room(name: str, num_bytes: int, spare: str) -> MemoryError:
-    return MemoryError(f"this node has no room for {num_bytes / 2**20:,.0f} MiB of shared memory ({name}){spare}.")
+    return MemoryError(f"this node has no room for {num_bytes / MIB:,.0f} MiB of shared memory ({name}){spare}.")

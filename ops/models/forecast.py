@@ -50,6 +50,7 @@ from ops.packed.patches import patchify
 from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
+from ops.units import GIB
 from ops.update.gradient_places import GradientsOf, gradients_in
 from ops.update.node_gradients import NodeGradients
 from ops.update.node_parameters import Held, NodeParameters, bytes_laid_out, laid_out
@@ -60,7 +61,6 @@ from ops.update.sync import FlatSync
 from ops.update.sync_places import SyncPlaces
 from ops.waiting import PendingCollective
 
-GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
 
 

@@ -18,11 +18,12 @@ from ops.models.chunked import ChunkedVAE
 from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
 from ops.models.folders import tiling_of
-from ops.models.forecast import GIB, vae_need
+from ops.models.forecast import vae_need
 from ops.models.load import build_vae
 from ops.models.stdit3.autoencoder import VideoAutoencoder
 from ops.models.stdit3.autoencoder_fields import numbers
 from ops.storages import StorageCount
+from ops.units import GIB
 from tests.ops.conftest import RunRanks
 
 torch.set_num_threads(1)

@@ -18,7 +18,6 @@ from ops.models import forecast
 from ops.models.base.config import DiTConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
 from ops.models.forecast import (
-    GIB,
     Precision,
     dit_need_gib,
     image_need,
@@ -34,6 +33,7 @@ from ops.models.wan.config import WanConfig
 from ops.packed.packing import Layout, Sequence
 from ops.shards import STAGE, padding
 from ops.storages import StorageCount
+from ops.units import GIB
 from ops.update.parameters import blocks_in
 from tests.families.registry import ONE_EACH, VARIANTS
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from actors.config import TrainConfig, TrainMemoryConfig
 from actors.plan.places import Places
 from actors.planning.forecasts import sizes_of
-from actors.planning.memory import GIB
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.memory.node_weights import NodeWeights
@@ -31,6 +30,7 @@ from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora, write_folder
 from ops.storages import storage_bytes
+from ops.units import GIB
 from ops.update.flat_vector import trainable
 from ops.update.parameter_places import BlockBuffers
 from ops.update.sync import FlatSync

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.worker.meter import GIB, DeviceMeter
+from actors.worker.meter import DeviceMeter
 from app.bench.gpu.graphs import PicturePass
 from app.bench.gpu.measurement import Place
 from app.bench.gpu.models import PICTURE_256P, WAN_1_3B, PackedCall, build, with_layers
 from ops.comm.collectives import Group
 from ops.packed.graphed_blocks import CudaGraphs, GraphedBlocks, held_by_graphs
 from ops.packed.uploads import expect, upload
+from ops.units import GIB
 from ops.upload_room import BLOCK, most_blocks
 
 pytestmark = [

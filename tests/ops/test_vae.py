@@ -26,10 +26,11 @@ from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
 from ops.models.families import VAE_CLASSES
 from ops.models.folders import tiling_of
-from ops.models.forecast import GIB, vae_need
+from ops.models.forecast import vae_need
 from ops.models.load import build_vae
 from ops.models.vae import clip_groups, vae_of
 from ops.storages import StorageCount
+from ops.units import GIB
 from tests.ops.conftest import RunRanks
 
 FP32_ATOL = 1e-6

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.plan.types import refuse_below, refuse_unless_positive
+from ops.units import GIB
 
 _WINDOW = 64
 _LEAST = 6  # fewer measurements say nothing
@@ -69,7 +70,7 @@ class HandoffEstimate:
             return Handoff(latency_s=statistics.median(s for _, s in self.seen))
         seconds_per_byte = (large[1] - small[1]) / (large[0] - small[0])
         latency_s = max(0.0, small[1] - seconds_per_byte * small[0])
-        return Handoff(latency_s=latency_s, gib_per_s=1.0 / (seconds_per_byte * 2**30))
+        return Handoff(latency_s=latency_s, gib_per_s=1.0 / (seconds_per_byte * GIB))
 
 
 def estimate_of(found: Sequence[HandoffPoint]) -> HandoffEstimate:

@@ -21,6 +21,7 @@ from actors.plan.costs.remainder import remainder_of
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Item, Module, PlanError
+from ops.units import GIB
 
 
 @dataclass(kw_only=True, slots=True)
@@ -240,7 +241,7 @@ class CascadePrices(KnownCosts):
         """Delay of a consumer that holds none of the producer's workers, by the size of latents in fp32."""
         stride_t, stride_h, stride_w = self.geometry.vae_stride
         places = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w)
-        return self.handoff.seconds(places * 4 * self.latent_channels / 2**30)
+        return self.handoff.seconds(places * 4 * self.latent_channels / GIB)
 
     def update_seconds(self, workers: int, nodes: int = 1) -> float:
         """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""

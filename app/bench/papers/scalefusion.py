@@ -111,7 +111,8 @@ def peaks_of(clip: ClipSize, ranks: int, pairs: int = 2) -> RankPeaks:
     without gradients takes as much of a deep model as of `pairs` pairs of layers; all weights are counted."""
     import torch
 
-    from ops.models.forecast import GIB, Precision, forward_bytes
+    from ops.models.forecast import Precision, forward_bytes
+    from ops.units import GIB
 
     whole = {"temporal_slices": 1, "spatial_slices": 1, "temporal_lead": 0, "spatial_lead": 0}
     inter = {"temporal_slices": SLICES, "spatial_slices": SLICES, "temporal_lead": 1, "spatial_lead": 3}

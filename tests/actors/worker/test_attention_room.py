@@ -10,10 +10,11 @@ from actors.plan.costs.needs import NeedLine, Needs, footprint
 from actors.plan.costs.point import Samples
 from actors.plan.places import AttentionMemory
 from actors.planning.predicted_needs import with_attention_kept
-from actors.worker.attention_room import GIB, MOST_SIZES, SHARE, WORTH_ROWS, AttentionRoom
+from actors.worker.attention_room import MOST_SIZES, SHARE, WORTH_ROWS, AttentionRoom
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 from ops.packed.packing import Layout, Sequence
+from ops.units import GIB
 
 WAN = WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960, gradient_checkpointing=True)
 LONG = Layout([Sequence((21, 30, 52), 512)])  # 480p81

@@ -19,8 +19,9 @@ from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
 from actors.plan.types import USABLE, Item
 from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
-from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, keep, ran_out
+from actors.worker.meter import DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, keep, ran_out
 from app.device.choice import pick_device
+from ops.units import GIB
 from ops.update.flat_vector import trainable
 from ops.waiting import GroupError
 from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
