@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +30,7 @@ import typer
 from torch import Tensor, nn
 
 from app.bench.optimizer import FULL
+from app.bench.ranks import run_ranks
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.counted import counted
@@ -51,7 +49,7 @@ WAYS: dict[str, tuple[GradientMemory, ParameterMemory]] = {  # gradients, parame
 _PASSES = (3, 1, 0, 2)
 _TOLERANCE = 0.1  # of the memory that the layout asks for
 _LAYERS = 64
-_WAIT_S = 1800.0
+_WAIT_S = 1800.0  # for all ranks together, and of a rank for another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,20 +153,9 @@ def measure_rank(group: Group, elements: int, dtype: torch.dtype, steps: int, wa
 
 def measure(elements: int, workers: int, dtype: str, steps: int, way: str | None) -> list[RankFigures]:
     """Figures of every worker; with `way` those of its memory."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "app.bench.gradients", "--elements", str(elements), "--steps", str(steps)]
-    command += ["--workers", str(workers), "--dtype", dtype, "--way", way or "", "--port", str(store.port)]
-    processes = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(workers)
-    ]
-    try:
-        outputs = [process.communicate(timeout=_WAIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [RankFigures(**json.loads(output.splitlines()[-1])) for output in outputs]
+    arguments = ["--elements", str(elements), "--steps", str(steps), "--workers", str(workers), "--dtype", dtype]
+    lines = run_ranks("app.bench.gradients", [*arguments, "--way", way or ""], workers, _WAIT_S)
+    return [RankFigures(**json.loads(line)) for line in lines]
 
 
 def wanted_bytes(way: str, elements: int, workers: int, dtype: str) -> float:

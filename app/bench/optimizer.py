@@ -16,15 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -33,6 +29,7 @@ import typer
 from torch import nn
 
 from app.bench.markdown import markdown_table
+from app.bench.ranks import run_ranks
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
@@ -43,6 +40,7 @@ BARE = OptimizerConfig(max_grad_norm=0.0, ema_decay=0.0)
 FULL = OptimizerConfig()
 _LAYERS = 40
 _LATE_S = 1.0
+_WAIT_S = 900.0  # for all ranks together
 _LATE = "after the last backward of a worker that is 1 s late:"
 
 
@@ -153,19 +151,8 @@ def rank_main(rank: int, workers: int, port: int, elements: int, repeats: int) -
 
 
 def measure_workers(workers: int, elements: int, repeats: int) -> list[StepCost]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "app.bench.optimizer", "--elements", str(elements), "--repeats", str(repeats)]
-    processes = [
-        subprocess.Popen(
-            [*command, "--workers", str(workers), "--rank", str(rank), "--port", str(store.port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(workers)
-    ]
-    ranks = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in processes]
+    arguments = ["--elements", str(elements), "--repeats", str(repeats), "--workers", str(workers)]
+    ranks = [json.loads(line) for line in run_ranks("app.bench.optimizer", arguments, workers, _WAIT_S)]
     return [
         StepCost(
             workers=workers, variant=name, seconds=tuple(max(times) for times in zip(*(rank[name] for rank in ranks)))

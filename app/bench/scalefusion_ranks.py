@@ -8,16 +8,13 @@ Without pacing the layers take what they take here, and the link is set to half 
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from app.bench.ranks import run_ranks
 from app.bench.timing import peak_bytes
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
@@ -435,30 +433,20 @@ def predicted(case: RanksCase, variant: str, costs: LayerCosts) -> tuple[float, 
 
 def measure_ranks(case: RanksCase) -> list[VariantSeconds]:
     """Starts the ranks, waits for them, and returns what rank 0 found."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "app.bench.scalefusion_ranks", json.dumps(asdict(case)), str(store.port)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(case.ranks)
-    ]
-    deadline = time.monotonic() + _LIMIT_S
-    try:
-        outputs = [one.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for one in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if failed := [rank for rank, one in enumerate(processes) if one.returncode]:
-        raise RuntimeError(f"ranks {failed} of {case.ranks} ended with an error; it stands above.")
-    return [VariantSeconds(**line) for line in json.loads(outputs[0].splitlines()[-1])]
+    lines = run_ranks("app.bench.scalefusion_ranks", [json.dumps(asdict(case))], case.ranks, _LIMIT_S)
+    return [VariantSeconds(**line) for line in json.loads(lines[0])]
 
 
-def _main(arguments: Sequence[str]) -> None:
-    fields = json.loads(arguments[0])
-    costs = LayerCosts(**fields["costs"]) if fields["costs"] else None
-    case = replace(RanksCase(**{name: value for name, value in fields.items() if name != "costs"}), costs=costs)
-    print(json.dumps(rank_main(int(arguments[2]), int(arguments[1]), case)))
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", type=json.loads)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    given = parser.parse_args()
+    costs = LayerCosts(**given.case["costs"]) if given.case["costs"] else None
+    case = replace(RanksCase(**{name: value for name, value in given.case.items() if name != "costs"}), costs=costs)
+    print(json.dumps(rank_main(given.rank, given.port, case)))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main()
