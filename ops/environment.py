@@ -10,12 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ops.code_path import ROOT
+
 if TYPE_CHECKING:
     import torch
 
 LAYERS = ("app", "actors", "data", "ops")
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "numpy", "pyarrow", "av")
-ROOT = Path(__file__).resolve().parents[1]
 _DRIVER = Path("/sys/module/nvidia/version")
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 

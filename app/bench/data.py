@@ -32,8 +32,8 @@ from typing import Annotated
 import typer
 
 from app.settings.out_files import check_writable
+from ops.code_path import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = "plain PyAV loop"
 DECODERS = (
     PLAIN,

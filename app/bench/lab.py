@@ -30,6 +30,7 @@ from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from actors.step import StepAssignment
 from app.settings.config import RunConfig
+from ops.code_path import ROOT
 
 if TYPE_CHECKING:
     from ray._private.node import Node
@@ -87,8 +88,7 @@ class Lab:
         self.data = folder / "data"
         if not self.data.exists():
             synthesize(self.data, SynthConfig(clips=60, images=12, shards=2, koala=False))
-        root = str(Path(__file__).resolve().parents[2])
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
         self.cluster = patiently(_started_cluster)

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -33,11 +32,12 @@ from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.options import LEAST_GAIN
 from actors.run.dispatch import end_of
 from actors.run.steps import early_encodes
+from ops.code_path import ROOT
 from ops.geometry import Geometry
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.typed import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 WIDTH = 3072  # FLUX and HunyuanVideo
 LOOKAHEAD = 2  # steps whose encodes may run early in a rolling sequence
 

@@ -18,13 +18,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item
+from ops.code_path import ROOT
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 TICK_S = 0.01  # durations are rounded down to it, so the bound holds
 
 

@@ -34,12 +34,13 @@ from app.bench.lab import Lab
 from app.settings.config import RunConfig
 from app.settings.out_files import check_writable
 from data.types import Bucket
+from ops.code_path import ROOT
 from ops.counted import counted
 
 if TYPE_CHECKING:
     from app.bench.lab import LabRun
 
-DEMO = Path(__file__).resolve().parents[2] / "configs/runs/demo.yaml"
+DEMO = ROOT / "configs/runs/demo.yaml"
 _PATIENCE_S = 1800.0
 CASCADE_OFF, STEP_RATIO = 0.10, (0.95, 1.05)  # what must be reached
 _ALIKE = 4  # runs of a cascade, from which on each is compared with the others

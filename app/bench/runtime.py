@@ -45,13 +45,13 @@ from app.bench.markdown import markdown_table
 from app.inputs.workload import drawn_items
 from app.settings.out_files import check_writable
 from data.types import Batch
+from ops.code_path import ROOT
 from ops.counted import counted
 from ops.update.sync import FlatSync
 
 if TYPE_CHECKING:
     from ray._private.node import Node
 
-ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "configs/profiles/hunyuan-13b-720p-h100.json"
 WORKLOAD = ROOT / "configs/bench/A-16gpu.json"
 TEXT_S = 0.2  # the profile has no text encoder

@@ -7,10 +7,10 @@ import traceback
 from pathlib import Path
 
 from actors.outcome import Exit
+from ops.code_path import ROOT
 from ops.passing import UNREACHABLE
 
 PACKAGES = ("app", "actors", "data", "ops")
-ROOT = Path(__file__).resolve().parents[2]
 
 # what a place on disk does not allow; a file where a folder is to be made exists
 NO_PLACE = frozenset((errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST))

@@ -44,6 +44,7 @@ from app.bench.markdown import markdown_table
 from app.bench.page import command_of, facts_of
 from app.settings.option_groups import in_groups
 from app.settings.out_files import check_writable
+from ops.code_path import ROOT
 from ops.counted import counted
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from app.bench.cluster.figures import ClusterFigures
     from app.bench.cluster.setups import Disturbance, Setup
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = ROOT / "configs"
 SETS = tuple(sorted(path.stem for path in (CONFIGS / "bench").glob("*gpu.json")))
 STRATEGIES = ("static", "flexsp", "knapsack", "cascade")
 DDP = "ddp"  # evaluated beside them
@@ -282,8 +283,7 @@ def _ray() -> Iterator[None]:
 
     from actors.names import NAMESPACE
 
-    root = str(Path(__file__).resolve().parents[3])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
     ray.init(
         address="local",

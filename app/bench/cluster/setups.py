@@ -14,10 +14,11 @@ from actors.plan.types import Cluster, Item
 from app.bench.cluster.physics import Physics
 from app.inputs.workload import read_workload
 from data.config import DataConfig, SourceConfig
+from ops.code_path import ROOT
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = ROOT / "configs"
 PROFILE = CONFIGS / "profiles/hunyuan-13b-720p-h100.json"
 WORKLOAD = CONFIGS / "bench/A-16gpu.json"
 RELAY_FROM = 128

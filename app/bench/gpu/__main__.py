@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.bench.gpu.supervise import AGAIN, interrupted_once, leave_for_another, supervised
+from ops.code_path import ROOT
 
 if TYPE_CHECKING:
     from app.bench.gpu.lines import Facts
 
-ROOT = Path(__file__).resolve().parents[3]
 USAGE, FAILED = 2, 1
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
 

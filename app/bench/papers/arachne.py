@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from actors.plan.costs.handoff import Handoff
 from actors.plan.costs.profile import Profile
@@ -20,12 +19,13 @@ from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
 from app.bench.mapper import mean_step_s
 from app.bench.papers.figure import Reproduce, Reproduction
+from ops.code_path import ROOT
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.wan.config import WanConfig
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = ROOT / "configs"
 PROFILE = CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json"
 STATIC = PlanOptions(strategy="static", static_degree=4)  # DP4 x SP4, as theirs
 FLEXSP = PlanOptions(strategy="flexsp")

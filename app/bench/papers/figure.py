@@ -10,9 +10,10 @@ from typing import Any, Literal
 import yaml
 
 from app.bench.page import command_of
+from ops.code_path import ROOT
 from ops.typed import ConfigError
 
-HOME = Path(__file__).resolve().parents[3] / "configs" / "bench" / "papers"
+HOME = ROOT / "configs" / "bench" / "papers"
 # How a figure came about here: planned and timed by a model; run on this machine's processors; run on its GPU.
 Way = Literal["simulation", "this machine's CPU", "GPU"]
 

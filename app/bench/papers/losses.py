@@ -12,7 +12,9 @@ from pathlib import Path
 
 import yaml
 
-CONFIG = Path(__file__).resolve().parents[3] / "configs" / "bench" / "batch-losses.yaml"
+from ops.code_path import ROOT
+
+CONFIG = ROOT / "configs" / "bench" / "batch-losses.yaml"
 BUCKETS = ("1x64x96", "9x64x96", "17x64x96", "33x64x96")
 # M_comp and p: an item costs as much as two clips of the longest bucket, which has 256 tokens with its text
 DUAL = {"compute": 2 * 256.0**2, "exponent": 2.0}
