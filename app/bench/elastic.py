@@ -24,6 +24,7 @@ import typer
 
 from app.bench.lab import Lab
 from app.bench.markdown import markdown_table
+from app.bench.whole_lines import whole_lines
 from app.settings.out_files import check_writable
 
 if TYPE_CHECKING:
@@ -175,13 +176,13 @@ def _ray_train(lab: Lab, kills: int) -> list[float]:
     thread.start()
     seconds = []
     for _ in range(kills):
-        before = _steps(log)
-        _await(lambda before=before: len(_steps(log)) >= len(before) + _KILL_AFTER)  # type: ignore[misc]
-        last = _steps(log)[-1]
+        before = whole_lines(log)
+        _await(lambda before=before: len(whole_lines(log)) >= len(before) + _KILL_AFTER)  # type: ignore[misc]
+        last = whole_lines(log)[-1]
         killed = time.time()
         os.kill(last["pids"][-1], signal.SIGKILL)
-        _await(lambda killed=killed: _steps(log)[-1]["time"] > killed + 0.5)  # type: ignore[misc]
-        seconds.append(next(s["time"] for s in _steps(log) if s["time"] > killed + 0.5) - killed)
+        _await(lambda killed=killed: whole_lines(log)[-1]["time"] > killed + 0.5)  # type: ignore[misc]
+        seconds.append(next(s["time"] for s in whole_lines(log) if s["time"] > killed + 0.5) - killed)
     Path(settings["stop"]).touch()
     thread.join(120)
     return seconds
@@ -278,12 +279,6 @@ def _loss(dit: nn.Module, vae: VAE, text: TextEncoder, batch: Batch, model: Mode
         (clean + noise) / 2, torch.full((len(words),), 500.0), torch.cat(words), layout, Group.solo(), told
     )
     return (predicted - (noise - clean)).square().mean() / len(words)
-
-
-def _steps(log: Path) -> list[BaselineStep]:
-    if not log.exists():
-        return []
-    return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
@@ -43,13 +43,14 @@ from app.bench.peers.figures import (
 )
 from app.bench.peers.page import html
 from app.bench.tree import Tree
+from app.bench.whole_lines import whole_lines
 from app.run.signals import signals_wait, unwinds_on_signal
 from app.settings.out_files import check_writable
+from ops.code_path import ROOT
 from ops.counted import counted
 from ops.typed import ConfigError
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
 CONFIG = ROOT / "configs" / "bench" / "peers.yaml"
 SETS = {
     "uniform": ["17x64x96"],
@@ -249,20 +250,13 @@ def _tail(log: Path) -> str:
 
 def _finished(peer: Peer, folder: Path) -> list[FinishedLine]:
     path = folder / ("runs/peers/metrics.jsonl" if peer.strategy else "lines.jsonl")
-    return [FinishedLine(step=o["step"], time=o["time"], loss=o["loss"]) for o in _objects(path) if "loss" in o]
+    return [FinishedLine(step=o["step"], time=o["time"], loss=o["loss"]) for o in whole_lines(path) if "loss" in o]
 
 
 def _pids(peer: Peer, folder: Path) -> tuple[int, ...]:
     if peer.strategy:
-        return tuple(o["pid"] for o in _objects(folder / "runs/peers/events.jsonl") if o["event"] == "ready")
-    return tuple(_objects(folder / "lines.jsonl")[0]["pids"])
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:  # lines of JSON, each peer with its own keys
-    """Whole lines of a file that may be written at this moment, or not be there yet."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return tuple(o["pid"] for o in whole_lines(folder / "runs/peers/events.jsonl") if o["event"] == "ready")
+    return tuple(whole_lines(folder / "lines.jsonl")[0]["pids"])
 
 
 def _torchrun(name: str) -> Callable[[Path, int, Path, int], list[str]]:
