@@ -13,15 +13,24 @@ from typing import Any
 from ops.whole_file import write_whole
 
 NAMESPACE = "heddle"
+RUN_ID = "run_id"  # in the run's folder
 
 
 def run_id(run_dir: Path) -> str:
     """Read, or on the first call make, the id of the run in this folder."""
-    path = run_dir / "run_id"
+    path = run_dir / RUN_ID
     if not id_in(path):
         name = run_dir.name.encode("utf-8", "replace").decode()  # a folder's may have any bytes, an actor's may not
         write_whole(path, f"{name}-{uuid.uuid4().hex[:8]}\n")
     return id_in(path)
+
+
+def known_id(run_dir: Path) -> str:
+    """The id of the run that is or was in this folder, which is not made; "" without one, and where it may not be
+    read."""
+    with suppress(OSError):
+        return id_in(run_dir / RUN_ID)
+    return ""
 
 
 def id_in(path: Path) -> str:

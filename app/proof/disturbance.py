@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
+from actors.names import known_id
 from actors.records.events import GenerationFormed
 from app.records.rundir import METRICS, RunDir
 from app.records.tails import last_line, number_in
@@ -72,7 +73,7 @@ class Disturber:
     def __init__(self, run: Path, apart: int, least: int, *, leaves_s: float = _LEAVES_S) -> None:
         """`apart`: steps between one act and the next. The process has `leaves_s` to end."""
         self._leaves_s = leaves_s
-        self._words = [str(run), str(apart), str(least), _id_of(run)]
+        self._words = [str(run), str(apart), str(least), known_id(run)]
         self.done: list[str] = []
         self.all_done = False
         self.failed = ""  # why something could not be done; the run was stopped then
@@ -121,7 +122,7 @@ def main(words: list[str]) -> None:
     """The process itself, of the words RUN APART LEAST EARLIER, the last of which names the run that was in this folder
     before. On stdout a line for what was done, and in the end one that says that all was, or why not."""
     run, apart, least, earlier = Path(words[0]), int(words[1]), int(words[2]), words[3]
-    _await_progress(lambda: int(_id_of(run) not in ("", earlier)), lambda: 1, f"a run in {run}")
+    _await_progress(lambda: int(known_id(run) not in ("", earlier)), lambda: 1, f"a run in {run}")
     _await_all(run, apart)
     for act in acts(list(seated(run)), least):
         steps, formed = _steps_done(run), len(_generations(run))
@@ -182,14 +183,6 @@ def _generations(run: Path) -> list[GenerationFormed]:
 def _generations_in(run: Path, size: int) -> list[GenerationFormed]:
     """Those in its events, which are read again when they have another size."""
     return [event for event in RunDir.open(run).events() if isinstance(event, GenerationFormed)]
-
-
-def _id_of(run: Path) -> str:
-    """Id of the run that is or was in this folder; "" without one."""
-    try:
-        return (run / "run_id").read_text(encoding="utf-8").strip()  # not `run_id`, which makes one
-    except OSError:
-        return ""
 
 
 def _steps_done(run: Path) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from actors.names import RUN_ID, known_id
 from app.records.trackers import MLFLOW_ID, WANDB_ID
 from ops.whole_file import write_whole
 
 PLACE = "run_place"  # in the run's folder: where it lay at its last start
-_OWN = ("run_id", WANDB_ID, MLFLOW_ID)
+_OWN = (RUN_ID, WANDB_ID, MLFLOW_ID)
 
 
 def keep_apart(folder: Path) -> str:
@@ -24,19 +25,12 @@ def keep_apart(folder: Path) -> str:
         return ""
     place, said = folder / PLACE, ""
     original = Path(os.fsdecode(place.read_bytes()).rstrip("\n")) if place.is_file() else folder
-    if not _is_same(original, folder) and (run := _id(folder)) and run == _id(original):
+    if not _is_same(original, folder) and (run := known_id(folder)) and run == known_id(original):
         for name in _OWN:
             (folder / name).unlink(missing_ok=True)
         said = f"{folder} is a copy of {original}: from here on it is a run of its own"
     write_whole(place, os.fsencode(f"{folder.resolve()}\n"))  # any bytes make a path
     return said
-
-
-def _id(folder: Path) -> str:
-    try:
-        return (folder / "run_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -24,11 +24,11 @@ def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE
     `alive_s` has a controller."""
     import ray
 
-    from actors.names import NAMESPACE, run_id
+    from actors.names import NAMESPACE, RUN_ID, run_id
     from actors.ray_calls import get
 
     folder = run_dir(config)
-    if not (folder / "run_id").is_file():
+    if not (folder / RUN_ID).is_file():
         return
     try:
         monitor = monitor_of(folder)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from actors.names import NAMESPACE, RUN_ID
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
@@ -88,15 +89,13 @@ def monitor(run: Path) -> OperatorHandle:
 
     Call it before anything imports Ray: only at its import Ray reads whether it has to send a token.
     """
-    if not (run / "run_id").is_file():
+    if not (run / RUN_ID).is_file():
         raise ConfigError(f"{run} is not the folder of a run that was started; give that of a run, such as runs/demo.")
     if ended := how_it_ended(run):
         raise ConfigError(ended)
     address = address_of(run)
     must_answer(address)  # "auto" is looked for below
     import ray
-
-    from actors.names import NAMESPACE
 
     try:
         if not ray.is_initialized():

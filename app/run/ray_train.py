@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.memory_kills import in_short
-from actors.names import label_of
+from actors.names import RUN_ID, label_of
 from actors.outcome import Exit, Outcome
 from app.inputs.cluster import given_cluster
 from app.records.follow import Follower
@@ -191,7 +191,7 @@ def _trouble(folder: Path) -> str:
     Raises LookupError, and what Ray raises."""
     from actors.ray_calls import get
 
-    if not (folder / "run_id").is_file():  # which the controller makes
+    if not (folder / RUN_ID).is_file():  # which the controller makes
         return ""
     return get(monitor_of(folder).trouble.remote(), timeout=_ANSWER_S)
 
