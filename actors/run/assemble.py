@@ -48,7 +48,7 @@ from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
 from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
-from actors.run.relays import Relays
+from actors.run.relay_book import Relays
 from actors.run.shortage import Shortage
 from actors.run.skips import Skips, skipped_before
 from actors.run.speeds import Speeds

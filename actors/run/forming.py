@@ -27,7 +27,7 @@ from actors.records.events import ClusterRefused
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.given_cluster import ClusterMismatch, GivenCluster
-from actors.run.relays import Relays
+from actors.run.relay_book import Relays
 from actors.run.shortage import Shortage
 from actors.run.speeds import Speeds
 from actors.run.steps import StepRunner, room_of

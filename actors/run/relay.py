@@ -52,7 +52,7 @@ def relay_at(address: str) -> RelayHandle:
 
 
 class Relay:
-    """Plain class with asynchronous methods; `actors.run.relays` makes the actor of it."""
+    """Plain class with asynchronous methods; `actors.run.relay_book` makes the actor of it."""
 
     def __init__(self, find: Callable[[str], RelayHandle] = relay_at, *, ended_s: float = ENDED_S) -> None:
         """`find` gives another relay by its address; it may take a moment, and is called in a thread. `ended_s`: how

@@ -29,7 +29,7 @@ from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.failures import error_of, exceeded_of, has_lost_argument, is_out_of_reach, last_line, why_of
 from actors.run.relay import ENDED_S
-from actors.run.relays import Relays
+from actors.run.relay_book import Relays
 from actors.run.submitter import CACHED, Submitter
 from actors.run.waits import StepWaits
 from actors.state.checkpoint_files import FirstStateLost

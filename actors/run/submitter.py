@@ -20,7 +20,7 @@ from actors.plan.types import Module
 from actors.refs import Ref
 from actors.run.communicators import StepBags
 from actors.run.dispatch import Call
-from actors.run.relays import NodeRelay, Relays
+from actors.run.relay_book import NodeRelay, Relays
 from actors.step import Seat, StepData, SubmittedCall
 from ops.degrees import BagRanks
 

@@ -35,7 +35,7 @@ from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
 from actors.refs import Ref
-from actors.run.relays import NodeRelay, Relays
+from actors.run.relay_book import NodeRelay, Relays
 from actors.state.checkpoint_files import Meta
 from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import KeeperHandle, Standing, place

@@ -28,10 +28,9 @@ from actors.letters import (
 )
 from actors.messages import CascadeTask, MemoryExceeded, OutOfMemory, StaleGeneration
 from actors.plan.types import Module
-from actors.run import relays as relays_book
-from actors.run import steps
+from actors.run import relay_book, steps
 from actors.run.relay import ENDED_S, Relay
-from actors.run.relays import NodeRelay, Relays, groups_of
+from actors.run.relay_book import NodeRelay, Relays, groups_of
 from tests.actors.fakes import Handle
 
 TASK_ERROR: Any = ray.exceptions.RayTaskError
@@ -315,9 +314,7 @@ def test_turns_of_asides_are_sent_in_their_place_and_end_no_step() -> None:
 
 def test_a_relay_that_does_not_answer_is_known_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     answered: set[str] = set()
-    monkeypatch.setattr(
-        relays_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in answered], [])
-    )
+    monkeypatch.setattr(relay_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in answered], []))
     monkeypatch.setattr(Relays, "_end", lambda self, relay: None)
     book = Relays(least=4, start=lambda node: started(Handle(here=lambda: node)))
     book.of(tuple(SimpleNamespace(node=node) for node in "aabb"))  # type: ignore[misc]
@@ -332,7 +329,7 @@ def test_a_relay_that_does_not_answer_is_known_after_a_minute(monkeypatch: pytes
 
 def test_a_relay_whose_letters_are_answered_is_not_asked_for_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: (list(refs), []))
+    monkeypatch.setattr(relay_book, "wait", lambda refs, num_returns, timeout: (list(refs), []))
     book = Relays(least=4, start=lambda node: started(Handle(here=lambda: asked.append(node) or node)))  # type: ignore[func-returns-value]
     book.of(tuple(SimpleNamespace(node=node) for node in "aabb"))  # type: ignore[misc]
     for now in range(0, 100, 5):
@@ -343,13 +340,13 @@ def test_a_relay_whose_letters_are_answered_is_not_asked_for_a_sign_of_life(monk
 
 def test_when_a_relay_is_lost_all_that_are_gone_are_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = {"b": ray.exceptions.ActorDiedError(), "c": None, "d": ray.exceptions.ActorDiedError()}
-    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in gone], ["a"]))
+    monkeypatch.setattr(relay_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in gone], ["a"]))
 
     def get(node: str) -> None:
         if (error := gone[node]) is not None:
             raise error
 
-    monkeypatch.setattr(relays_book, "get", get)
+    monkeypatch.setattr(relay_book, "get", get)
     monkeypatch.setattr(Relays, "_end", lambda self, relay: None)
     book = Relays(least=4, start=lambda node: started(Handle(here=lambda: node)))
     book.of(tuple(SimpleNamespace(node=node) for node in "aabbccddee"))  # type: ignore[misc]
@@ -384,8 +381,8 @@ class LaterBook(Relays):
         def ready(refs: list[str], num_returns: int = 1, timeout: float = 0) -> Any:
             return [ref for ref in refs if ref in self.answers], []
 
-        monkeypatch.setattr(relays_book, "wait", ready)
-        monkeypatch.setattr(relays_book, "get", get)
+        monkeypatch.setattr(relay_book, "wait", ready)
+        monkeypatch.setattr(relay_book, "get", get)
         super().__init__(least=4, start=self._begin)
 
     def _begin(self, node: str) -> NodeRelay:
@@ -523,7 +520,7 @@ def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch
 
 
 def test_a_relay_has_as_long_to_start_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([], list(refs)))
+    monkeypatch.setattr(relay_book, "wait", lambda refs, num_returns, timeout: ([], list(refs)))
     book = Relays(least=2, start=lambda node: started(Handle(here=lambda: node)))
     book.of(tuple(SimpleNamespace(node=node) for node in "aa"))  # type: ignore[misc]
     assert not book.silent(0.0) and not book.silent(599.0) and book.silent(605.0) == {"a": 605.0}
