@@ -39,9 +39,8 @@ from actors.messages import (
 )
 from actors.plan.spared import comes_whole
 from actors.plan.types import ENCODED, Module
-from actors.process import birth
 from actors.progress import ASIDE
-from actors.ray_calls import bar, get, given_gpu, node_address, node_id, object_store_gib, own_handle, wait
+from actors.ray_calls import bar, get, given_gpu, node_address, node_id, own_handle, wait
 from actors.refs import Ref
 from actors.state.checkpoint_files import checksum_or_gone
 from actors.worker.aside import Asides
@@ -66,6 +65,7 @@ from actors.worker.meter import freed, keep, meter_of, peak_rss_gib
 from actors.worker.near_cores import stay_near
 from actors.worker.run_clock import own_clock
 from actors.worker.work_done import FinishedStep
+from actors.worker.worker_facts import gpu_gib, peak_gib, room_gib, worker_info
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
@@ -74,9 +74,7 @@ from ops.comm.collectives import free_ended
 from ops.comm.groups import Groups
 from ops.comm.reach import door_at
 from ops.cores import usable_cores
-from ops.environment import environment
 from ops.heap import give_back
-from ops.memory.node_room import node_room, shared_room
 from ops.models.weights import checksums
 from ops.packed.uploads import expect
 from ops.passing import passes
@@ -85,8 +83,6 @@ from ops.shards import shard_bounds
 from ops.units import GIB
 from ops.update.flat_vector import trainable
 from ops.update.shard_export import ShardExport
-from ops.update_room import pinned_gib
-from ops.upload_room import uploads_gib
 from ops.waiting import CancelToken, Patience, first_line, patient
 
 log = logging.getLogger(__name__)
@@ -161,34 +157,17 @@ class Worker:
         """Answers once the modules are loaded."""
         if self._failed is not None:
             return self._failed
-        node, shared = self._here.node, shared_room()
-        return WorkerInfo(
+        return worker_info(
+            self.executor,
+            self.settings,
+            self._late,
             worker=self.name,
-            node=node,
-            host=self._here.host,
-            pid=os.getpid(),
-            born=birth(os.getpid()),
-            device=str(self.device),
-            room_gib=self._room_gib(),
-            publishes_later=self.executor.copies is not None,
+            here=self._here,
             frozen=self._frozen,
             first=self._first_sums,
-            gradients=self.executor.sync.gradient_memory,
-            parameters="node" if self.executor.modules.blocks_on_host else self.executor.sync.parameter_memory,
-            host_weights_gib=self._host_weights_gib(),
-            host_encoders_gib=self._late.host,
-            state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             lends=self._home.lends,
-            uploads_gib=uploads_gib(self.settings.largest_upload) if self.device.type == "cuda" else 0.0,
-            pinned_gib=self._pinned_gib(),
-            host_room_gib=node_room() / GIB,
-            store_gib=object_store_gib(node),
-            shared_gib=None if shared is None else shared / GIB,
             place=self._place,
-            gpu=self._here.gpu,
             door=None if self._door is None else self._door.address,
-            nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
-            environment=environment(self.device),
         )
 
     def form(self, task: FormTask) -> None:
@@ -447,7 +426,7 @@ class Worker:
         return device_of(self.settings.workers, self._here)
 
     def _load(self) -> Executor:
-        limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
+        limits = [gib for gib in (gpu_gib(self.device), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
         modules = build_modules(self.settings, self.device, device_gib)
         sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib, self._host_cores)
@@ -478,41 +457,6 @@ class Worker:
         moved_s = sum(p.numel() * p.element_size() for _, p in weights) / _GATHER_BYTES_PER_S
         why = f"workers.collective_timeout_s, and {moved_s:.0f} s for the parameters at 0.1 GB/s"
         return Patience(limit_s=round(least + moved_s, 3), why=why)
-
-    def _gpu_gib(self) -> float:
-        """Memory of this worker's GPU; 0 on a CPU."""
-        return torch.cuda.get_device_properties(self.device).total_memory / GIB if self.device.type == "cuda" else 0.0
-
-    def _room_gib(self) -> float | None:
-        """GiB for cascades, less what encoders will take that are not loaded yet; None: no limit."""
-        room = self.executor.meter.room_gib()
-        return None if room is None else room - self._late.device
-
-    def _host_weights_gib(self) -> float:
-        """GiB of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share
-        them."""
-        dit = self.executor.modules.dit
-        if self.device.type == "cpu":
-            return 0.0
-        if self.executor.modules.blocks_on_host:
-            return sum(p.nbytes for p in dit.parameters() if p.device.type == "cpu") / GIB
-        return sum(p.nbytes for _, p in trainable(dit)) / GIB if self.executor.sync.parameter_memory == "node" else 0.0
-
-    def _pinned_gib(self) -> float:
-        """GiB of its node's memory through which its gradients and updates go to the host and come back."""
-        if self.device.type != "cuda":
-            return 0.0
-        sync = self.executor.sync
-        sizes = [slot.hi - slot.lo for slot in sync.layout]
-        itemsize = max(p.element_size() for _, p in trainable(self.executor.modules.dit))
-        return pinned_gib(
-            sum(sizes),
-            max(sizes),
-            itemsize,
-            host_gradients=sync.gradient_memory == "host",
-            host_state=sync.state_on_host,
-            host_parameters=sync.parameter_memory == "node",
-        )
 
     def _host_copies(self) -> HostCopies | None:
         """On CUDA, published results are copied while the next cascades run."""
@@ -549,7 +493,6 @@ class Worker:
         )
 
     def _report(self, task: FinishTask, done: FinishedStep, snapshot_s: float) -> StepReport:
-        peak = torch.cuda.max_memory_allocated(self.device) / GIB if self.device.type == "cuda" else 0.0
         r = done.result
         return StepReport(
             worker=self.name,
@@ -561,9 +504,9 @@ class Worker:
             d=r.d,
             applied=r.applied,
             spans=done.spans,
-            peak_memory_gib=peak,
+            peak_memory_gib=peak_gib(self.device),
             rss_gib=peak_rss_gib(),
-            room_gib=self._room_gib(),
+            room_gib=room_gib(self.executor, self._late),
             snapshot_s=snapshot_s,
             bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,
