@@ -148,7 +148,12 @@ def _run_controller(
 
 
 def _trainer(
-    loop: Any, config: RunConfig, folder: Path, token: str, changes: Sequence[Change], number: int
+    loop: Any,  # it returns something, which Ray's types do not know of
+    config: RunConfig,
+    folder: Path,
+    token: str,
+    changes: Sequence[Change],
+    number: int,
 ) -> TorchTrainer:
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as TrainRun

@@ -90,7 +90,7 @@ def test_what_the_shell_does_itself_is_no_setting(tmp_path: Path) -> None:
         "export WANDB_MODE=offline\nNCCL_DEBUG=INFO python train.py --lr 1e-4 -x 1\n"
         "git clone --depth 1 a\nsudo apt-get install -y b && wget -O c d\npython3 -m pip install -U e\n"
         "hf download --local-dir f g\nnohup tensorboard --logdir h &\n"
-        "sudo -E /opt/bin/python3.11 -u -m wan.train --steps 9\n"
+        "sudo -E /usr/bin/python3.11 -u -m wan.train --steps 9\n"
         "options=(\n  --container tar --fps 16\n)\n"
     )
     found = {one.name: one.value for one in read_theirs(script)}

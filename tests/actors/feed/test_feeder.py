@@ -712,7 +712,7 @@ def test_sizes_that_are_decided_before_a_prepared_feeder_starts_begin_nothing(cl
 
 
 def test_what_a_cache_held_of_a_step_is_let_go_with_the_step(make: Callable[[], Feeder]) -> None:
-    """Of a long run it would be all encode results, in the object store."""
+    """A long run would keep all encode results, in the object store."""
     feeder = make()
     fill(feeder, 3)
     feeder.start(0)
