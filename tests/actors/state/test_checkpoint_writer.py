@@ -240,8 +240,9 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     assert len(tasks.begun) == 3, "the last step is never put off"
 
 
-def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("keep_last", "first"), [(0, []), (9, [19, 9])])
+def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps_in_the_place_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, first: list[int]
 ) -> None:
     beside = {step: write(tmp_path / "beside", step) for step in (19, 29, 39)}
     write(tmp_path, 9)
@@ -253,7 +254,7 @@ def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps(
         return is_complete(folder)
 
     writer = checkpoints.Writer(
-        tmp_path, CheckpointConfig(every=10, keep_last=0), 99, Events(Listening()), weight_bytes=16
+        tmp_path, CheckpointConfig(every=10, keep_last=keep_last), 99, Events(Listening()), weight_bytes=16
     )
     monkeypatch.setattr(checkpoint, "is_complete", counted)
     for number, step in enumerate((19, 29, 39)):
@@ -262,12 +263,13 @@ def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps(
         asked.clear()
         tasks.done.add(number)
         writer.poll()
-        assert asked == ([9, 14, 19] if step == 19 else [step])
+        assert asked == (first if step == 19 else [step] if keep_last else [])
+        assert not folder_of(tmp_path, 14).exists()
     save(writer, 9)  # passed over, as it is damaged, and written again
     asked.clear()
     tasks.done.add(3)
     writer.poll()
-    assert asked == [9]
+    assert asked == ([9] if keep_last else [])
 
 
 def test_the_newest_checkpoint_of_a_folder_is_known_by_its_files_or_not_at_all(
