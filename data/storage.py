@@ -40,6 +40,7 @@ PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset li
 GLOB = r"[*?[]"
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
+AZURE_HOSTS = (".blob.core.windows.net", ".dfs.core.windows.net")
 # What errors of S3 (400: a token that has expired), Google and Hugging Face say where credentials are the cause
 REFUSED = (
     *("ACCESS_DENIED", "HTTP status 400", "HTTP status 401", "HTTP status 403"),
@@ -130,6 +131,29 @@ def _root_of(scheme: str, bucket: str) -> str:
     if scheme in ("gs", "gcs") and "retry_limit_seconds" not in options:
         options += f"{'&' if options else ''}retry_limit_seconds={GOOGLE_RETRY_S}"
     return f"{scheme}://{plainly}/{'?' if options else ''}{options}"
+
+
+def tells_service(uri: str, root: str) -> bool:
+    """Whether a URI in a file of the data says by which service it is asked for, other than that of `root`: PyArrow
+    would send the credentials of this process to any host. Only a person may say it, by the source's path or media.
+
+    Options stand before a bucket (`absolute`) or in its query; abfs:// takes any host, fsspec+ any address, also in a
+    chain after `::`.
+    """
+    if is_local(uri):
+        return False
+    scheme, _, place = uri.partition("://")
+    scheme, bucket = scheme.lower(), place.partition("/")[0]
+    of_python = scheme == "hf" or "fsspec+" in scheme
+    if of_python and "::" in place:
+        return True
+    above, _, below = root.partition("://")
+    if (above.lower(), below.partition("/")[0]) == (scheme, bucket):
+        return False
+    account, _, host = bucket.rpartition("@")
+    if "fsspec+" in scheme or "=" in account or set("?#%") & set(bucket) or "endpoint_override=" in place:
+        return True
+    return scheme in ("abfs", "abfss") and set(".:") & set(host) != set() and not host.endswith(AZURE_HOSTS)
 
 
 def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float | None = None) -> T:

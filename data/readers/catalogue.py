@@ -31,6 +31,7 @@ PROBES_KEPT = 4096  # clips of one source video follow each other in the table
 # a video that rows take parts of: 12 h at 60 fps, YouTube's longest; its header costs 120 MiB to read
 MAX_SOURCE_FRAMES = 12 * 3600 * 60
 MOST_OUTSIDE = 1024  # folders beside a table's own that are listed at each start
+ADDRESSES = ("pipe:", "http:", "https:")  # a command, and what is not fetched, in place of a path
 FEW_OF, FEW_FILES = 100, 10_000  # a table names few files of a folder that has more than 10,000 and 100 for each
 OUTSIDE_UNSEEN = (
     "files in %s are named by path: whether they change is not seen. "
@@ -98,6 +99,8 @@ class Catalogue:
     def foresee(self, file: FileStat | str, ranged: bool, pool: Executor) -> Future[MediaInfo | BadSample] | None:
         """Begins to look at what a row will ask `at` for (a path) and `probe`, which then wait for that. None: it is
         known, or `at` refuses the path."""
+        if isinstance(file, str) and not _may_name(file, self.root):
+            return None
         found = self._by_path.get(_relative(file)) if isinstance(file, str) else file
         try:
             uri = storage.join(self.root, _relative(file)) if isinstance(file, str) else file.uri
@@ -122,7 +125,9 @@ class Catalogue:
 
     def at(self, path: str) -> FileStat | None:
         """The file at a path relative to the root, or at an absolute path or URI. Raises BadSample for a text that is
-        no path; storage that fails is a DataIOError all the same."""
+        no path, or one that may not be asked for; storage that fails is a DataIOError all the same."""
+        if not _may_name(path, self.root):
+            raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
         path = _relative(path)
         try:
             if (found := self._by_path.get(path)) is not None:
@@ -198,6 +203,11 @@ class Catalogue:
             return fault
         except DataError as error:  # a name that is listed and cannot be opened
             return BadSample(Reason.UNSAFE_NAME, str(error))
+
+
+def _may_name(path: str, root: str) -> bool:
+    """Whether the text of a row is a path that may be looked at, on this machine or in storage."""
+    return not path.startswith(ADDRESSES) and not storage.tells_service(_relative(path), root)
 
 
 def _relative(path: str) -> str:

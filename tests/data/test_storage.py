@@ -367,3 +367,26 @@ def test_an_index_made_by_a_relative_path_is_that_of_the_absolute_one(
         assert len(read_range(row.path, row.offset, row.size)) == row.size > 0
         assert found.caption(number) == made.caption(number) != ""
     made.verify()
+
+
+@pytest.mark.parametrize(
+    "uri, root, told",
+    [
+        ("a.mp4", "s3://b/set", False),
+        ("file:///a#?/b.mp4", "/set", False),
+        ("s3://b/x?a=b.mp4", "/set", False),
+        ("s3://key@b/x.mp4", "/set", False),
+        ("hf://datasets/a/b@main/x.mp4", "/set", False),
+        ("abfs://b@account.dfs.core.windows.net/x.mp4", "/set", False),
+        ("abfs://b/x.mp4", "/set", False),
+        ("abfs://b@evil.example%2f.blob.core.windows.net/x.mp4", "/set", True),
+        ("s3://endpoint_override=h:9000@b/videos/x.mp4", "s3://endpoint_override=h:9000@b/set", False),
+        ("s3://endpoint_override=h:9000@b/videos/x.mp4", "s3://b/set", True),
+        ("S3://endpoint_override=h:9000@b/videos/x.mp4", "s3://endpoint_override=h@b/set", True),
+        ("fsspec+https://h/videos/x.mp4", "fsspec+https://h/set", False),
+        ("fsspec+https://h/videos/x.mp4::http://evil", "fsspec+https://h/set", True),
+        ("fsspec+https://h.evil/x.mp4", "fsspec+https://h/set", True),
+    ],
+)
+def test_a_service_is_that_of_the_source(uri: str, root: str, told: bool) -> None:
+    assert storage.tells_service(uri, root) is told

@@ -26,7 +26,6 @@ from data.storage import FileStat, ReadFile, expand
 
 LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of these with a caption on each line
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
-UNSAFE = ("pipe:", "http:", "https:")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
 BOUNDS = ("start_frame", "end_frame")
@@ -124,8 +123,6 @@ class ManifestReader:
             return
         key = path.rpartition(".")[0] or path
         try:
-            if path.startswith(UNSAFE):
-                raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
             file = catalogue.at(path)
         except BadSample as fault:
             writer.add(IndexedSample(key=key).refuse(fault))
@@ -247,6 +244,12 @@ class ManifestReader:
                     f"each are given by their folder."
                 )
             folder = storage.parent(uri)
+            told = next((path for path in (root, annotation) if storage.tells_service(path.strip(), folder)), "")
+            if told:
+                raise DataError(
+                    f"{uri}: {told.strip()[:80]!r} says of which service it is asked, as data.sources alone may. "
+                    f"Give data.sources path the table, and media the folder of its clips."
+                )
             tables.append(ManifestTable(storage.join(folder, annotation.strip()), storage.join(folder, root.strip())))
         return tables
 
@@ -323,7 +326,7 @@ def _holds_media(row: dict[str, object] | BadSample) -> bool:
 def _foresee(row: dict[str, object], catalogue: Catalogue, pool: Executor) -> Future[MediaInfo | BadSample] | None:
     """Begins to look at the file of a row, as `_add` will."""
     path = _clip_of(row, _columns(PATHS, row))
-    if not isinstance(path, str) or path.startswith(UNSAFE) or media.suffix_of(path) not in media.MEDIA_SUFFIXES:
+    if not isinstance(path, str) or media.suffix_of(path) not in media.MEDIA_SUFFIXES:
         return None
     try:
         ranged = media.suffix_of(path) in media.VIDEO_SUFFIXES and _frame_range(row) is not None

@@ -397,6 +397,38 @@ def test_a_path_that_is_none_is_one_bad_row(folder, tmp_path, path):
     assert rejected(ledger) == {"unsafe_name": 1} and index.num_ok == 1
 
 
+@pytest.mark.parametrize("kind", ["manifest", "koala"])
+def test_a_row_does_not_say_by_which_service_it_is_asked(tmp_path, monkeypatch, kind):
+    paths = [
+        "gs://endpoint_override=evil.example&scheme=http@b/x.mp4",
+        "s3://endpoint_override=evil.example&scheme=http&region=us-east-1@b/x.mp4",
+        "s3://b?endpoint_override=evil.example&region=us-east-1/x.mp4",
+        "s3://b/x.mp4?endpoint_override=evil.example",
+        "abfs://account@evil.example/b/x.mp4",
+        "abfss://account@evil:443/b/x.mp4",
+        "fsspec+http://169.254.169.254/x.mp4",
+        "./fsspec+http://169.254.169.254/x.mp4",
+        "hf://datasets/a/b/x.mp4::http://169.254.169.254/x.mp4",
+    ]
+    asked = []
+    monkeypatch.setattr(storage, "resolve", lambda uri: asked.append(uri) or storage.pafs.FileSystem.from_uri("mock:/"))
+    rows = [[path, f"{'x' * 11}_{i}", "['0:00:00', '0:00:01']", "text"] for i, path in enumerate(paths)]
+    write_csv(tmp_path / "t.csv", ["video_path", "videoID", "timestamp", "caption"], rows)
+    index, ledger = index_of(tmp_path / "t.csv", tmp_path / "cache", kind=kind)
+    assert asked == [] and rejected(ledger) == {"unsafe_name": len(paths)} and len(index) == len(paths)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["gs://endpoint_override=evil.example@b/videos,annotation.json", "videos,fsspec+http://169.254.169.254/a.json"],
+)
+def test_a_list_of_tables_does_not_say_by_which_service_they_are_asked(folder, tmp_path, monkeypatch, line):
+    monkeypatch.setattr(storage, "resolve", None)
+    (folder / "data.txt").write_text(f"{line}\n")
+    with pytest.raises(DataError, match=r"data\.txt: .* says of which service it is asked"):
+        index_of(folder / "data.txt", tmp_path / "cache", kind="manifest")
+
+
 def test_storage_that_fails_is_no_bad_row(folder, tmp_path, monkeypatch):
     (folder / "list.json").write_text(json.dumps([{"path": "/elsewhere/a.mp4", "cap": "text"}]))
     plain = storage.stat
