@@ -450,7 +450,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
     """uint8 [H, W, 3] of a JPEG, PNG, WebP, ..."""
     from PIL import Image
 
-    from data.media import EXIF_TRANSPOSES, PILLOW_ERRORS, orientation
+    from data.media import EXIF_TRANSPOSES, PILLOW_ERRORS, open_picture, orientation
 
     try:
         data = read_range(clip.media, clip.offset, clip.size, job.limits.retries)
@@ -458,7 +458,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
         raise _gone(clip.media, clip) from error
     bucket = job.bucket
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
+        with warnings.catch_warnings(), open_picture(io.BytesIO(data)) as image:
             warnings.simplefilter("ignore")  # our own limit decides, not Pillow's warning
             _check_pixels(*image.size, clip, job)
             image.load()  # a PNG may say after its pixels how it is turned

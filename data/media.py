@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
+from importlib.util import find_spec
+from typing import BinaryIO
 
 import av
 import av.error
@@ -27,6 +29,13 @@ BOX_SUFFIXES = frozenset(("mp4", "mov", "m4v"))
 VIDEO_SUFFIXES = BOX_SUFFIXES | frozenset(("mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "gif"))
 IMAGE_SUFFIXES = frozenset(("jpg", "jpeg", "png", "webp", "bmp"))
 MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+# What the bytes of a picture may be, under whatever suffix: for EPS, Pillow starts Ghostscript. The usual ones, whose
+# plugins load first, stand first; MPO is read as JPEG. Pillow before 11.3 has no AVIF, and `Image.open` raises KeyError
+# for one that it lacks.
+PICTURE_FORMATS = (
+    *("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "DIB", "DDS", "JPEG2000"),
+    *(("AVIF",) if find_spec("PIL.AvifImagePlugin") else ()),
+)
 PICKLE_SUFFIXES = frozenset(("pkl", "pickle", "pyd", "pth", "pt", "dill", "joblib"))
 EXIF_ORIENTATION = 274
 # by orientation: what makes the pixels upright (Pillow turns against the clock), and the rotation in that
@@ -93,7 +102,7 @@ def probe(file: ReadFile, offset: int, size: int, suffix: str, limits: LimitsCon
 def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -> MediaInfo:
     stream = io.BufferedReader(ByteRange(file, offset, size), 2048)
     try:
-        with Image.open(stream) as image:
+        with open_picture(stream) as image:
             width, height = image.size
             check_pixels(width, height, limits)
             rotation = EXIF_ROTATIONS.get(orientation(image), 0)
@@ -106,6 +115,11 @@ def _probe_image(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -
     except PILLOW_ERRORS as error:
         raise BadSample(Reason.DECODE_ERROR, f"image header: {error}") from error
     return MediaInfo(width=width, height=height, fps=0.0, num_frames=1, duration=0.0, image=True, rotation=rotation)
+
+
+def open_picture(file: BinaryIO) -> Image.Image:
+    """As `Image.open`, of bytes that nobody vouches for."""
+    return Image.open(file, formats=PICTURE_FORMATS)
 
 
 def orientation(image: Image.Image) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from data.decode import as_shown
-from data.media import PILLOW_ERRORS
+from data.media import PILLOW_ERRORS, open_picture
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -40,7 +40,7 @@ def read_picture(path: str | Path, option: str, height: int, width: int) -> np.n
 
 def _read(path: Path, height: int, width: int, option: str) -> np.ndarray:
     try:
-        with Image.open(path) as opened:
+        with path.open("rb") as file, open_picture(file) as opened:
             picture = as_shown(ImageOps.exif_transpose(opened))
     except UnidentifiedImageError:
         raise ConfigError(f"{option} {path} is no picture that Pillow reads; give a PNG, JPEG, WebP or BMP.") from None

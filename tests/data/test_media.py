@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 from collections.abc import Iterator
 from fractions import Fraction
@@ -11,8 +12,9 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import EpsImagePlugin, Image, ImageFile
 
+from app.sampling.pictures import read_picture
 from data import media
 from data.config import LimitsConfig
 from data.decode import decode_clip
@@ -21,6 +23,7 @@ from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo, square_width
 from data.storage import ReadFile
 from data.types import Bucket, Clip, DecodeJob
+from ops.typed import ConfigError
 from tests.data import making
 from tests.data.making import turned
 
@@ -113,7 +116,7 @@ class Failing(ImageFile.ImageFile):
 
 
 @pytest.fixture
-def damaged_avif() -> Iterator[bytes]:
+def damaged_avif(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytes]:
     """A picture whose pixels Pillow refuses by RuntimeError."""
     Image.init()
     if "AVIF" in Image.SAVE:
@@ -122,10 +125,8 @@ def damaged_avif() -> Iterator[bytes]:
         pixels = buffer.getvalue().index(b"mdat") + 4
         yield buffer.getvalue()[:pixels] + bytes(len(buffer.getvalue()) - pixels)
         return
-    Image.register_open("FAILING", Failing, lambda head: head.startswith(b"FAILING"))
+    monkeypatch.setitem(Image.OPEN, "DDS", (Failing, lambda head: head.startswith(b"FAILING")))
     yield b"FAILING" * 9
-    Image.ID.remove("FAILING")
-    del Image.OPEN["FAILING"]
 
 
 def test_pixels_that_pillow_refuses_by_a_runtime_error_are_a_bad_sample(tmp_path: Path, damaged_avif: bytes) -> None:
@@ -136,6 +137,39 @@ def test_pixels_that_pillow_refuses_by_a_runtime_error_are_a_bad_sample(tmp_path
     with pytest.raises(BadSample, match="RuntimeError: Failed to decode frame 0") as caught:
         decode(path, info, 64, 96)
     assert caught.value.reason is Reason.DECODE_ERROR
+
+
+def test_a_picture_starts_no_interpreter_of_postscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, called = tmp_path / "a.png", tmp_path / "called"
+    gs = tmp_path / "bin" / "gs"
+    gs.parent.mkdir()
+    gs.write_text(f"#!/bin/sh\ntouch {called}\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(gs.parent), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 96 64\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(BadSample) as caught:
+        probe(path)
+    assert caught.value.reason is Reason.NOT_MEDIA
+    header = MediaInfo(width=96, height=64, fps=0.0, num_frames=1, duration=0.0, image=True)
+    with pytest.raises(BadSample) as caught:  # of a file that has changed since
+        decode(path, header, 64, 96)
+    assert caught.value.reason is Reason.DECODE_ERROR
+    with pytest.raises(ConfigError, match="is no picture that Pillow reads"):
+        read_picture(path, "--image", 64, 96)
+    assert not called.exists()
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "mpo", "png", "webp", "bmp", "gif", "tiff", "ppm", "dib", "dds", "jpeg2000"])
+def test_a_picture_is_what_its_bytes_are_whatever_its_suffix(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.png"
+    cornered().save(path, kind)
+    assert brightest(decode(path, probe(path), 64, 96)) == 0
+
+
+def test_a_kind_of_picture_that_pillow_lacks_is_no_error() -> None:
+    Image.init()
+    assert set(media.PICTURE_FORMATS) <= Image.OPEN.keys()
 
 
 def test_a_header_that_pillow_refuses_by_a_runtime_error_is_a_bad_sample(tmp_path: Path) -> None:
