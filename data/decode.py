@@ -29,7 +29,7 @@ from av.video.stream import VideoStream
 from data.captions import read_caption
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
-from data.media_info import CropBox, square_width
+from data.media_info import CONTAINERS, CropBox, square_width
 from data.storage import ByteRange, ReadFile, is_local, kept_open, open_file, read_range
 from data.types import Batch, Clip, DecodeJob
 
@@ -263,7 +263,8 @@ def _has_unknown_order(container: InputContainer, stream: VideoStream) -> bool:
 
 def _container(source: MediaStream, job: DecodeJob) -> InputContainer:
     source.seek(0)
-    return av.open(source, "r", options={"max_pixels": str(job.limits.max_pixels)}, metadata_errors="ignore")
+    options = {"max_pixels": str(job.limits.max_pixels), "format_whitelist": CONTAINERS}
+    return av.open(source, "r", options=options, metadata_errors="ignore")
 
 
 def _video_stream(container: InputContainer, clip: Clip, job: DecodeJob) -> VideoStream:

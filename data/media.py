@@ -22,7 +22,7 @@ from data import mp4
 from data.config import LimitsConfig
 from data.errors import DataError, DataIOError
 from data.ledger import BadSample, Reason
-from data.media_info import MediaInfo, square_width
+from data.media_info import CONTAINERS, MediaInfo, square_width
 from data.storage import ByteRange, ReadFile
 
 BOX_SUFFIXES = frozenset(("mp4", "mov", "m4v"))
@@ -135,7 +135,12 @@ def orientation(image: Image.Image) -> int:
 
 def _probe_with_av(file: ReadFile, offset: int, size: int, limits: LimitsConfig) -> MediaInfo:
     """Counts packets, since these containers do not state their number of frames reliably: reads the whole clip."""
-    options = {"max_pixels": str(limits.max_pixels), "probesize": "1000000", "analyzeduration": "1000000"}
+    options = {
+        "max_pixels": str(limits.max_pixels),
+        "format_whitelist": CONTAINERS,
+        "probesize": "1000000",
+        "analyzeduration": "1000000",
+    }
     try:
         with av.open(ByteRange(file, offset, size), "r", options=options, metadata_errors="ignore") as container:
             if not container.streams.video:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+# What libav may take the bytes of a clip for, as said to `av.open`: what the suffixes of clips mean, and others that
+# hold their frames themselves. Its demuxers of playlists and sessions open files and sockets that the bytes name.
+CONTAINERS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,live_flv,asf,gif,ogg,h264,hevc,m4v,"
+    "vc1,av1,obu,ivf,nut,mxf,dv,wtv,yuv4mpegpipe,apng,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe"
+)
 MAX_PIXEL_ASPECT = 4  # anamorphic film is 2; what claims more, or less than the inverse, is broken
 
 

@@ -20,6 +20,7 @@ from data.dataset.index import Index
 from data.decode import FRAMES_SHORT_ALLOWED, decode_clip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Ledger, Reason
+from data.media_info import CONTAINERS
 from data.storage import ByteRange, ReadFile
 from data.types import Bucket, Clip, DecodeJob
 
@@ -100,7 +101,7 @@ def verify_clip(clip: Clip, job: DecodeJob) -> np.ndarray:
 
 def _count_frames(source: ByteRange, clip: Clip, limits: LimitsConfig) -> int:
     bound = {"max_pixels": str(limits.max_pixels)}
-    with av.open(source, "r", options=bound, metadata_errors="ignore") as container:
+    with av.open(source, "r", options={**bound, "format_whitelist": CONTAINERS}, metadata_errors="ignore") as container:
         if not container.streams.video:
             raise BadSample(Reason.NO_VIDEO_TRACK, "no video", clip.offset)
         stream = container.streams.video[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +23,7 @@ from data.errors import DataIOError
 from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo, square_width
 from data.storage import ReadFile
+from data.tools.lint import verify_clip
 from data.types import Bucket, Clip, DecodeJob
 from ops.typed import ConfigError
 from tests.data import making
@@ -42,6 +44,16 @@ def probe(path: Path) -> MediaInfo:
 
 def decode(path: Path, info: MediaInfo, height: int, width: int, crop: bool = False) -> np.ndarray:
     """[H, W, 3] of the first frame."""
+    return decode_clip(*asked(path, info, height, width, crop))[0]
+
+
+def verify(path: Path, info: MediaInfo) -> None:
+    """As `heddle data lint` decodes it."""
+    verify_clip(*asked(path, info, info.height, info.width))
+
+
+def asked(path: Path, info: MediaInfo, height: int, width: int, crop: bool = False) -> tuple[Clip, DecodeJob]:
+    """A clip of one frame."""
     clip = Clip(
         key="a",
         media=str(path),
@@ -64,7 +76,7 @@ def decode(path: Path, info: MediaInfo, height: int, width: int, crop: bool = Fa
         limits=LimitsConfig(),
         decoder="data.decode:decode_clip",
     )
-    return decode_clip(clip, job)[0]
+    return clip, job
 
 
 def cornered(mode: str = "RGB") -> Image.Image:
@@ -330,3 +342,67 @@ def test_the_pasp_box_goes_before_the_size_of_the_track_as_in_libav(
 )
 def test_absurd_pixel_aspects_are_ignored(aspect: float, width: int) -> None:
     assert square_width(1440, aspect) == width
+
+
+SESSION = b"""v=0
+o=- 0 0 IN IP4 127.0.0.1
+s=a
+c=IN IP4 127.0.0.1
+t=0 0
+m=video 45004 RTP/AVP 96
+a=rtpmap:96 H264/90000
+"""
+
+
+@pytest.mark.parametrize("text", [SESSION, b"ffconcat version 1.0\nfile other.mkv\n"], ids=["sdp", "ffconcat"])
+def test_the_bytes_of_a_clip_open_no_socket_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.mkv").write_bytes(making.clip(container="matroska"))
+    path = tmp_path / "a.mkv"
+    path.write_bytes(text)
+    header = MediaInfo(width=64, height=48, fps=8.0, num_frames=9, duration=9 / 8)
+    begin = time.monotonic()
+    for read in (probe, lambda path: decode(path, header, 48, 64), lambda path: verify(path, header)):
+        with pytest.raises(BadSample) as caught:
+            read(path)
+        assert caught.value.reason is Reason.DECODE_ERROR
+    assert time.monotonic() - begin < 5, "a socket is listened on for 20 s"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "container", "codec"),
+    [
+        ("mp4", "mp4", "mpeg4"),
+        ("mov", "mov", "mpeg4"),
+        ("m4v", "mp4", "mpeg4"),
+        ("mkv", "matroska", "mpeg4"),
+        ("webm", "webm", "libvpx"),
+        ("avi", "avi", "mpeg4"),
+        ("mpg", "mpeg", "mpeg2video"),
+        ("mpeg", "mpeg2video", "mpeg2video"),
+        ("ts", "mpegts", "mpeg2video"),
+        ("flv", "flv", "flv"),
+        ("wmv", "asf", "wmv2"),
+        ("gif", "gif", "gif"),
+        ("mkv", "nut", "mpeg4"),
+        ("avi", "ogg", "libvpx"),
+    ],
+)
+def test_a_clip_is_read_in_every_container(tmp_path: Path, suffix: str, container: str, codec: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    try:
+        av.Codec(codec, "w")
+    except av.codec.codec.UnknownCodecError:
+        pytest.skip(f"this libav writes no {codec}")
+    with av.open(str(path), "w", format=container) as out:
+        stream = out.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "rgb8" if codec == "gif" else "yuv420p"
+        for _ in range(8):
+            frame = av.VideoFrame.from_image(cornered()).reformat(format=stream.pix_fmt)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    info = probe(path)
+    assert info.shown_size == (96, 64) and brightest(decode(path, info, 64, 96)) == 0
+    verify(path, info)
