@@ -121,7 +121,12 @@ class FolderLock:
         self.release()
 
     def _try(self, tell: Callable[[str], None]) -> bool:
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            file = _opened(self.path)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(f"{self.path}, the lock of a run, is a link; remove it.") from None
         by_kernel = _flock(file)
         if by_kernel is not False and self._may_have(file, by_kernel, tell):
             self._file = file
@@ -202,7 +207,7 @@ class FolderLock:
         system did not answer when it was looked for, it is still ours. What is wrong; "": nothing. The next beat tries
         again, as this process would count as dead without any."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = _opened(self.path)
         except OSError as error:
             return f"{self.path} cannot be made again: {error}"
         assert self._file is not None
@@ -222,6 +227,12 @@ class FolderLock:
     def _wrote(self, file: int) -> bool:
         stamp = _parsed(os.pread(file, _BYTES, 0))
         return stamp is not None and stamp.token == self.token
+
+
+def _opened(path: Path) -> int:
+    """The lock file, made where there is none. Where others may write in its folder they could link it to any file,
+    which the stamp would then be written over: a link is an OSError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def _flock(file: int) -> bool | None:

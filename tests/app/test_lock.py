@@ -21,6 +21,7 @@ from actors.outcome import Exit
 from app.run import lock
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.settings.errors import exit_code
+from ops.typed import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +79,29 @@ def test_of_a_link_to_a_place_that_takes_no_files_the_lock_lies_beside_the_link(
     (tmp_path / "demo").symlink_to(tmp_path / "scratch" / "mine")
     monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path / "scratch")
     assert lock_path(tmp_path / "demo", "driver") == tmp_path / ".demo.driver.lock"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(path: Path, tmp_path: Path, there: bool) -> None:
+    target = tmp_path / "theirs"
+    if there:
+        target.write_text("kept")
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match=r"driver\.lock, the lock of a run, is a link; remove it"):
+        FolderLock(path).take(0.5, ignore)
+    assert target.read_text() == "kept" if there else not target.exists()
+
+
+def test_a_lock_that_has_become_a_link_is_not_put_back_into_its_target(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "theirs"
+    target.write_text("kept")
+    with FolderLock(path, beat_s=0.2) as ours:
+        ours.take(0.5, ignore)
+        beside = path.with_suffix(".link")
+        beside.symlink_to(target)
+        beside.rename(path)  # at once, so that no beat falls between
+        time.sleep(1.0)
+    assert target.read_text() == "kept"
 
 
 def test_a_killed_run_blocks_nobody(path: Path) -> None:
