@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
     """The lines of a text file that are not empty; those that begin with # are comments. Raises ConfigError when there
     are none, and for options on one that are none."""
     try:
-        lines = path.expanduser().read_text(encoding="utf-8-sig").splitlines()  # editors mark it so
+        text = path.expanduser().read_text(encoding="utf-8-sig")  # editors mark it so
     except UnicodeDecodeError:
         raise ConfigError(f"{setting} {path} is not UTF-8 text; write one prompt on each line.") from None
     except OSError as error:
@@ -26,7 +27,7 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
             f"{setting} {path} cannot be read ({why}); give a text file, one prompt on each line."
         ) from None
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):  # U+2028 and the like may stand in a prompt
         if (prompt := line.strip()) and not line.startswith("#"):
             PromptLine.of(prompt, f"{setting} {path}, line {number}, {short(prompt)}")
             prompts.append(prompt)

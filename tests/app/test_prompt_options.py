@@ -264,6 +264,12 @@ def test_a_prompt_file_may_have_comments(tmp_path: Path) -> None:
         read_prompts(file)
 
 
+def test_a_prompt_ends_at_the_end_of_its_line_alone(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("a\u2028cat\r\na\x85dog\ra\x0bbird\na\x1cfish".encode())
+    assert read_prompts(file) == ["a\u2028cat", "a\x85dog", "a\x0bbird", "a\x1cfish"]
+
+
 def test_tokens_are_those_of_texts_and_of_negative_prompts(tmp_path: Path) -> None:
     assert prompt_notes(["a disc --w 32 --h 32 --d 1234567"], TextConfig(max_length=8), "refuse") == []
     with pytest.raises(ConfigError, match=r"prompt 'a negative one'\.\.\. has 15 tokens"):
