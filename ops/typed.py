@@ -155,7 +155,7 @@ def node_of(value: object, path: str = "") -> Node:
 def plain(node: Node) -> object:
     """The node as ordinary dicts, lists and scalars. Keys of digits are numbers again, as in a bucket table."""
     if isinstance(node.value, dict):
-        return {int(key) if key.isdigit() else key: plain(child) for key, child in node.value.items()}
+        return {int(key) if key.isdecimal() else key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
         return [plain(child) for child in node.value]
     return node.value

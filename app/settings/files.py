@@ -93,7 +93,7 @@ def _assign(node: Node, path: list[str], value: Node, full: str, kinds: Kinds, s
         return value
     head, rest = path[0], path[1:]
     if isinstance(node.value, list):
-        if not head.isdigit() or int(head) >= len(node.value):
+        if not head.isdecimal() or int(head) >= len(node.value):
             raise ConfigError(f"--set {full}: {head!r} is not a position in a list of {len(node.value)}.")
         items = list(node.value)
         items[int(head)] = _assign(items[int(head)], rest, value, full, kinds)

@@ -28,7 +28,7 @@ from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
-from ops.typed import ConfigError
+from ops.typed import ConfigError, parse, plain
 from tests.families.kit import small
 
 ROOT = Path(__file__).parent.parent.parent
@@ -150,6 +150,12 @@ def test_numbers_written_as_1e_4_are_numbers(tmp_path: Path) -> None:
 def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
     config = load(tmp_path, "data: {sources: [{path: a}, {path: b}]}", "data.sources.1.path=c")
     assert [source.path for source in config.data.sources] == ["a", "c"]
+
+
+def test_digits_of_no_number_are_no_position_and_no_number(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'\u00b2' is not a position in a list of 1"):
+        load(tmp_path, "data: {sources: [{path: a}]}", "data.sources.\u00b2.path=c")
+    assert plain(parse('{"\u00b2": [1], "2": [1]}')) == {"\u00b2": [1], 2: [1]}
 
 
 def test_merge_keys_share_settings_and_own_ones_count_more(tmp_path: Path) -> None:
