@@ -291,6 +291,7 @@ def _plain_value(kind: object, node: Node, path: str) -> object:
             return value
         raise _wrong(path, node, "true or false")
     if kind is int:
+        _check_digits(node, path)
         value = _whole_text(value)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
@@ -322,7 +323,19 @@ def _whole_text(value: object) -> object:
     return value
 
 
+def _check_digits(node: Node, path: str) -> None:
+    """Raises ConfigError for a number that YAML 1.1 does not read as people do: 010 is eight there, 1:30 is ninety."""
+    if isinstance(node.value, str):
+        return
+    part = "leading 0" if re.fullmatch(r"[+-]?0[0-7_]+", node.written) else "colon" if ":" in node.written else ""
+    if part:
+        raise ConfigError(
+            f"{path} is {node.written}{node.at()}, which YAML reads as {node.value}; write it without the {part}."
+        )
+
+
 def _float(node: Node, path: str) -> float:
+    _check_digits(node, path)
     value = node.value
     if isinstance(value, str):
         try:
@@ -342,6 +355,7 @@ def _float(node: Node, path: str) -> float:
 
 def _choice(choices: Sequence[object], node: Node, path: str, names: Names) -> object:
     """The node's value, which must be one of `choices`."""
+    _check_digits(node, path)
     if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
         return node.value
     if isinstance(node.value, bool) and (word := "on" if node.value else "off") in choices:
@@ -366,6 +380,8 @@ def _union(kind: object, node: Node, names: Names, path: str) -> object:
         return _tagged(classes, node, names, path)
     if isinstance(node.value, dict) and len(classes) == 1:
         return build(classes[0], node, names, path)
+    if str not in rest:
+        _check_digits(node, path)
     others = [member for member in rest if member not in classes]
     if classes and len(others) == 1:
         return _value(others[0], node, names, path)

@@ -147,6 +147,28 @@ def test_numbers_written_as_1e_4_are_numbers(tmp_path: Path) -> None:
     assert config.train.optimizer.weight_decay == 1e-2
 
 
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ("train.steps=0100", "train.steps is 0100 (--set), which YAML reads as 64; write it without the leading 0"),
+        ("train.steps=010", "train.steps is 010 (--set), which YAML reads as 8; write it without the leading 0"),
+        ("train.steps=1:30", "train.steps is 1:30 (--set), which YAML reads as 90; write it without the colon"),
+        ("train.optimizer.learning_rate=010", "learning_rate is 010 (--set), which YAML reads as 8; write it"),
+        ("data.fps=1:30.5", "data.fps is 1:30.5 (--set), which YAML reads as 90.5; write it without the colon"),
+        ("data.engine.decode_workers=010", "decode_workers is 010 (--set), which YAML reads as 8; write it without"),
+    ],
+)
+def test_a_number_that_yaml_reads_otherwise_than_people_do_is_refused(tmp_path: Path, setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(tmp_path, "", setting)
+
+
+def test_other_numbers_are_read_as_yaml_does(tmp_path: Path) -> None:
+    settings = ("data.max_wait=0", "train.seed=1_000", "data.fps=010.5", "data.min_coverage=0", "run.name=010")
+    config = load(tmp_path, "", *settings)
+    assert (config.data.max_wait, config.train.seed, config.data.fps, config.run.name) == (0, 1000, 10.5, "010")
+
+
 def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
     config = load(tmp_path, "data: {sources: [{path: a}, {path: b}]}", "data.sources.1.path=c")
     assert [source.path for source in config.data.sources] == ["a", "c"]
