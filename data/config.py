@@ -18,7 +18,14 @@ from data.kinds import SourceKind
 from ops.ranges import SECONDS, above, between, check_numbers
 
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
-SECRET = re.compile(r"://[^/:=@]+:[^@]+@")  # s3://KEY:SECRET@bucket; options before a bucket hold an = first
+# s3://KEY:SECRET@bucket, abfs://:SECRET@account, also after options, which hold an = first; AWS's secrets may hold a /
+SECRET = re.compile(r"://(?:[^/@]*=[^/@]*@)?[^/:=@]*:[^@]+@")
+# options of PyArrow and fsspec, and what signs an address
+SECRET_OPTION = re.compile(
+    r"://(?:.*?[?&])?(sig|signature|x-(?:amz|goog)-(?:signature|security-token)|client_secret|account_key|secret_key|"
+    r"sas_token|access_token|api_key|token|secret|password)=",
+    re.IGNORECASE,
+)
 # Open-Sora's nine ratios (width:height) and their transposes
 OPEN_SORA_RATIOS = (
     "2.39:1",
@@ -41,10 +48,13 @@ OPEN_SORA_RATIOS = (
 
 def check_no_secret(path: str) -> None:
     """Raises ValueError, without the secret, for a URI that holds one."""
-    if SECRET.search(path):
+    where = f"before @{path.rpartition('@')[2].partition('?')[0]}" if SECRET.search(path) else ""
+    if not where and (option := SECRET_OPTION.search(path)):
+        where = f"as {option[1]}="
+    if where:
         raise ValueError(
-            f"data.sources: a URI with a secret before @{path.rpartition('@')[2]}, which logs and the run's config.yaml"
-            f" would show. Give it by the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role."
+            f"data.sources: a URI with a secret {where}, which logs and the run's config.yaml would show. Give it by "
+            f"the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role."
         )
 
 
@@ -79,8 +89,8 @@ class SourceConfig:
                 f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
                 f"Give local paths or a file system URI."
             )
-        check_no_secret(self.path)
-        check_no_secret(self.media)
+        for uri in (self.path, self.media, self.index):
+            check_no_secret(uri)
         if "://" in self.index:
             raise ValueError(
                 f"data.sources index {self.index!r} is a URI; an index is a local or shared folder. Give its path."

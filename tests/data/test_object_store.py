@@ -135,10 +135,47 @@ def test_a_table_of_objects_needs_no_list_of_their_bucket(
     assert "Let this machine list it, or delete the index" in caplog.text and "data.sources media" not in caplog.text
 
 
-def test_a_secret_in_a_uri_is_refused_and_not_printed() -> None:
-    with pytest.raises(ValueError, match=r"a secret before @set/a\.tar") as refused:
-        SourceConfig(path="s3://some-key:some/secret=@set/a.tar")
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("s3://some-key:some/secret=@set/a.tar", r"a secret before @set/a\.tar"),
+        ("s3://:some@set/a.tar", r"a secret before @set/a\.tar"),
+        ("s3://region=us-east-1@some-key:some@set/a.tar", r"a secret before @set/a\.tar"),
+        ("s3://some-key:some@set/a.tar?region=some", r"a secret before @set/a\.tar,"),
+        ("abfs://:some@account.dfs.core.windows.net/set/a.tar", "a secret before @account"),
+        ("abfs://set@account.dfs.core.windows.net/a.tar?tenant_id=a&client_secret=some", "a secret as client_secret=,"),
+        ("abfs://client_secret=some@set/a.tar", "a secret as client_secret=,"),
+        ("fsspec+https://account.blob.core.windows.net/set/a.tar?sv=1&sig=some", "a secret as sig=,"),
+        ("fsspec+https://set/a.tar?X-Amz-Date=1&X-Amz-Signature=some", "a secret as X-Amz-Signature=,"),
+        ("fsspec+https://set/a.tar?x-goog-signature=some", "a secret as x-goog-signature=,"),
+        ("fsspec+https://set/a.tar?token=some", "a secret as token=,"),
+        ("/set/a.tar::s3://:some@set/a.tar", r"a secret before @set/a\.tar"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["path", "media", "index"])
+def test_a_secret_in_a_uri_is_refused_and_not_printed(setting: str, uri: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as refused:
+        SourceConfig(**{"path": "set", setting: uri})  # type: ignore[arg-type]
     assert "some" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://set/a.tar?endpoint_override=h:9000",
+        "s3://set/a.tar?endpoint_override=h:9000&scheme=http&region=us-east-1",
+        "s3://endpoint_override=h:9000@set/a.tar",
+        "s3://set/token=5/a.tar",
+        "gs://anonymous@set/a.tar",
+        "abfs://set@account.dfs.core.windows.net/a.tar",
+        "hdfs://host:8020/set/a.tar",
+        "hf://datasets/me/set@main/a.tar",
+        "fsspec+https://host/a.tar?download=true",
+        "/set/token=5@6:7@8/a.tar",
+    ],
+)
+def test_a_uri_without_a_secret_is_taken(uri: str) -> None:
+    assert SourceConfig(path=uri, media=uri).path == uri
 
 
 def test_a_clip_and_its_caption_cost_a_request_each_and_their_own_bytes(store: ObjectStore, tmp_path: Path) -> None:
