@@ -54,6 +54,7 @@ from ops.typed import Names, Node, as_plain, build, dotted_names, parse
 
 MaybePath = TypeVar("MaybePath", str, str | None)
 _KINDS = {"buckets": BucketsConfig.KINDS}  # sections of which a later file may give another kind
+_JOINED = frozenset({"caption_prefix"})  # texts that stand before another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read, merge the files under `base:`, apply `key=value` overrides, check. Raises ConfigError."""
-        node = with_attention_table(with_prompts_of_file(override(read(path, _KINDS), overrides, _KINDS)))
+        node = with_attention_table(with_prompts_of_file(override(read(path, _KINDS), overrides, _KINDS, _JOINED)))
         with explained(Path(path).read_text(encoding="utf-8")):
             return cls._of(node)
 

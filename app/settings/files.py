@@ -12,9 +12,12 @@ neither torch nor Ray.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import yaml
 
 from ops.typed import AUTO, ConfigError, Node, as_auto, parse, plain
 
@@ -71,16 +74,44 @@ def _of_other_kinds(kinds: Mapping[str, Sequence[str]], kind: str) -> frozenset[
     return frozenset(key for other, own in kinds.items() if other != kind for key in (other, *own))
 
 
-def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None) -> Node:
+def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None, joined: Collection[str] = ()) -> Node:
     """`a.b=value` assignments over a node, values read as YAML; together they are one layer over it. A list element is
-    written `a.0.b=value`."""
+    written `a.0.b=value`. `joined`: keys of texts that stand before another one, so that their last spaces count."""
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"--set {assignment!r} is not key=value, for example --set train.steps=100.")
-        value = _mark(parse(text)) if text.strip() else Node(None, _SET)
-        node = _assign(node, name.strip().split("."), value, name.strip(), kinds or {})
+        path = name.strip().split(".")
+        value = _assigned(assignment, name.strip(), text) if text.strip() else Node(None, _SET)
+        if path[-1] in joined and isinstance(value.value, str) and value.written == text.strip():
+            value = replace(value, value=text.lstrip().rstrip("\n"))
+        node = _assign(node, path, value, name.strip(), kinds or {})
     return node
+
+
+def _assigned(assignment: str, name: str, text: str) -> Node:
+    """The value of an assignment. Raises ConfigError where YAML would drop the end of a path or of a text as a comment;
+    in several lines, as of a file, comments are meant."""
+    value = _mark(parse(text))
+    cut = _comment_of(text) if "\n" not in text.strip() else ""
+    if cut:
+        raise ConfigError(
+            f"--set {assignment!r}: {cut!r} is a comment in YAML, as is all that follows a # after a space. Leave it "
+            f"out, or put the text in quotation marks: '{name}=\"...\"'."
+        )
+    return value
+
+
+def _comment_of(line: str) -> str:
+    """The comment after a text or number without quotation marks, or in place of one; empty if there is none."""
+    if line.lstrip().startswith("#"):
+        return line.strip()
+    for token in yaml.scan(line, Loader=yaml.SafeLoader):
+        if isinstance(token, yaml.ScalarToken) and token.plain:
+            rest = line[token.end_mark.index :]
+            if re.match(r"\s+#", rest):
+                return rest.strip()
+    return ""
 
 
 def run_name_override(name: str) -> str:

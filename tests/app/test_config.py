@@ -180,6 +180,33 @@ def test_digits_of_no_number_are_no_position_and_no_number(tmp_path: Path) -> No
     assert plain(parse('{"\u00b2": [1], "2": [1]}')) == {"\u00b2": [1], 2: [1]}
 
 
+SOURCE = "data: {sources: [{path: a}]}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["data.sources.0.path=/clips #2/a.tar", "data.sources.0=path: /clips #2", "run.name=5 #2", "run.name=#2"],
+)
+def test_what_yaml_would_drop_of_an_override_as_a_comment_is_refused(tmp_path: Path, given: str) -> None:
+    name = given.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"'#2.*' is a comment in YAML.*in quotation marks: '{name}=\"\.\.\.\"'"):
+        load(tmp_path, SOURCE, given)
+
+
+def test_a_comment_of_an_override_that_is_no_part_of_a_text_is_one(tmp_path: Path) -> None:
+    for given, name in (('run.name="a #b"', "a #b"), ("run.name=a#b", "a#b"), ("run.name='a' # b", "a")):
+        assert load(tmp_path, "", given).run.name == name
+    assert load(tmp_path, SOURCE, "data.sources=[{path: b}] # or a").data.sources[0].path == "b"
+    assert load(tmp_path, "", "train=steps: 7  # a few\nseed: 3").train.steps == 7, "several lines are as of a file"
+
+
+def test_a_prefix_of_captions_keeps_its_last_space_on_the_command_line(tmp_path: Path) -> None:
+    for given in ("sks style, ", ' "sks style, " '):
+        config = load(tmp_path, SOURCE, f"data.sources.0.caption_prefix={given}")
+        assert config.data.sources[0].caption_prefix == "sks style, "
+    assert load(tmp_path, "", "run.name = demo ").run.name == "demo", "other texts are as in a file"
+
+
 def test_merge_keys_share_settings_and_own_ones_count_more(tmp_path: Path) -> None:
     config = load(
         tmp_path,
