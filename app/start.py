@@ -1,5 +1,5 @@
 """The first moments of `heddle` and of `python -m app.train`, whose own modules take seconds to import: Ctrl-C ends
-them as quietly as it does later. Imports next to nothing."""
+them as quietly as it does later, and names of files are UTF-8 whatever the locale. Imports next to nothing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,41 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130  # `actors.outcome.Exit`, whose module is one of those
+_IN_UTF8 = [b"-X", b"utf8"]  # unlike PYTHONUTF8 also heeded beside -E and -I
 
 
 def heddle() -> None:
     """Console script. Ends the process with the documented exit code."""
+    be_in_utf8()
     try:
         with ended_by_ctrl_c():
             from app.cli import main
         main()
     except KeyboardInterrupt:  # between the two
         sys.exit(INTERRUPTED)
+
+
+def be_in_utf8() -> None:
+    """Begin this process again in Python's UTF-8 mode where its locale is of another encoding: files with names in
+    UTF-8 could not be opened, and nodes of other locales would read other samples. Called before there is anything to
+    lose; what the process starts is in that mode, too."""
+    if sys.getfilesystemencoding() == "utf-8":
+        return
+    words = _command_line()
+    if words[1:3] == _IN_UTF8 or not sys.executable:
+        sys.exit("error: Python reads names of files in another encoding than UTF-8; set PYTHONUTF8=1.")
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [words[0], *_IN_UTF8, *words[1:]])
+
+
+def _command_line() -> list[bytes]:
+    """That of this process, byte for byte: not each locale writes what it has read as it was."""
+    with suppress(OSError), open("/proc/self/cmdline", "rb") as file:
+        return file.read().split(b"\0")[:-1]
+    return [os.fsencode(word) for word in sys.orig_argv]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where the processes that a command starts import from."""
+"""The environment of processes with Heddle in them: where they import from, and how names of files are written."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def code_path() -> str:
         with suppress(FileNotFoundError):  # it is relative, and the current folder was removed
             folders.append(os.path.abspath(folder))
     return os.pathsep.join(dict.fromkeys(folders))
+
+
+def python_environment() -> dict[str, str]:
+    """What a process with Heddle in it has in its environment, on whatever node. In UTF-8 mode, as the locale of a node
+    would decide otherwise which names of files can be read: each node would have an index of its own."""
+    return {"PYTHONPATH": code_path(), "PYTHONUTF8": "1"}

@@ -32,7 +32,7 @@ from app.run.fault import kill_worker, seated
 from app.run.operator import answer, monitor
 from app.run.outcomes import ALL_HAPPENED
 from app.run.signals import signals_wait
-from ops.code_path import code_path
+from ops.code_path import python_environment
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -83,7 +83,7 @@ class Disturber:
         with signals_wait():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "app.proof.disturbance", *self._words],
-                env={**os.environ, "PYTHONPATH": code_path()},
+                env={**os.environ, **python_environment()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

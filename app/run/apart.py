@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from ops.code_path import code_path
+from ops.code_path import python_environment
 
 LIFELINE = "HEDDLE_LIFELINE"  # number of the inner process's end of the pipe
 _joined = False
@@ -52,7 +52,7 @@ def run_apart(arguments: Sequence[str]) -> int:
     environment = {
         **os.environ,
         LIFELINE: str(inner_end),
-        "PYTHONPATH": code_path(),
+        **python_environment(),
     }
     sys.stdout.flush()
     earlier = {number: signal.getsignal(number) for number in SIGNALS}

@@ -11,7 +11,7 @@ from functools import partial
 from actors.names import NAMESPACE
 from app.run.cluster import must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal, while_ray_starts
-from ops.code_path import code_path
+from ops.code_path import python_environment
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.WARNING,
             namespace=NAMESPACE,
-            runtime_env={"env_vars": {"PYTHONPATH": code_path()}},
+            runtime_env={"env_vars": python_environment()},
         )
         try:
             with while_ray_starts(put_back):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig, check
-from ops.code_path import code_path
+from ops.code_path import python_environment
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
@@ -172,7 +172,7 @@ def _worker_environment() -> dict[str, str]:
         "RAY_TRAIN_V2_ENABLED": "1",
         _TRAIN_LOOK: os.environ.get(_TRAIN_LOOK, "0.5"),
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONPATH": code_path(),
+        **python_environment(),
     }
 
 

@@ -27,7 +27,7 @@ from data.decode import caption_or_empty, fault_of
 from data.errors import DataIOError
 from data.ledger import Fault, Reason
 from data.types import Batch, DecodeJob
-from ops.code_path import code_path
+from ops.code_path import python_environment
 
 HEADER = struct.Struct("<Q")
 START_SECONDS = 120.0  # a decode process comes up in one second, on a busy machine in many
@@ -109,7 +109,7 @@ class DecodeProcess:
                 [sys.executable, "-P", "-m", "data.engines.child"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": code_path()},
+                env={**os.environ, **python_environment()},
             )
             assert self._process.stdout is not None
             with contextlib.suppress(OSError, AttributeError):  # too many pipes, not Linux: 64 KiB do, slower

@@ -20,9 +20,10 @@ import ray
 from app.run.borrowed_ray import borrowed_ray
 
 def places():
+    import sys
     import app, data, decoders
     with open(os.environ["GOOGLE_APPLICATION_CREDENTIALS"]) as key:
-        return app.__file__, data.__file__, decoders.MINE, key.read()
+        return app.__file__, data.__file__, decoders.MINE, key.read(), sys.flags.utf8_mode
 
 with borrowed_ray(None, 1):
     print(*ray.get(ray.remote(places).remote()))
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def printed(code: str, folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"PYTHONPATH": str(ROOT), "GOOGLE_APPLICATION_CREDENTIALS": "key.json"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "0", "GOOGLE_APPLICATION_CREDENTIALS": "key.json"}
     done = subprocess.run([*ALONE, code], cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -56,10 +57,11 @@ def test_a_process_of_its_own_runs_heddle(folder: Path) -> None:
 
 
 def test_workers_of_ray_import_heddle_and_then_what_is_in_the_current_folder(folder: Path) -> None:
-    app, data, mine, key = printed(WORKER, folder).split()
+    app, data, mine, key, utf8 = printed(WORKER, folder).split()
     assert [Path(app).parents[1], Path(data).parents[1]] == [ROOT, ROOT]
     assert mine == "mine"
     assert key == "{}", "files in variables are named against the user's folder"
+    assert utf8 == "1", "no locale of a node decides which names can be read"
 
 
 def test_relative_folders_go_where_the_current_one_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

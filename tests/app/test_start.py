@@ -1,7 +1,8 @@
-"""Ctrl-C while a command is still importing its modules."""
+"""What comes before the modules of a command: Ctrl-C while they are imported, and the encoding of names of files."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from actors.outcome import Exit
 from app.start import INTERRUPTED, ended_by_ctrl_c
+from tests.data.making import picture
 
 ROOT = Path(__file__).parents[2]
 HEDDLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["heddle"]
@@ -50,3 +52,34 @@ def test_ctrl_c_that_is_ignored_stays_so_and_is_python_s_own_afterwards() -> Non
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}  # as a locale of Latin-1 or GBK, which few machines have
+INDEX = ["data", "index", "--json", "--kind", "pairs"]
+
+
+def test_an_index_is_the_same_in_a_locale_of_another_encoding(tmp_path: Path) -> None:
+    folder = tmp_path / "caf\u00e9"
+    folder.mkdir()
+    (folder / "\u00e9.png").write_bytes(picture())
+    (folder / "\u00e9.txt").write_text("a caf\u00e9", encoding="utf-8")
+    found = []
+    for number, locale in enumerate(({"PYTHONUTF8": "1"}, ASCII)):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", SCRIPT, *INDEX, "--cache", str(tmp_path / str(number)), str(folder)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **locale},
+            capture_output=True,
+            encoding="utf-8",
+            timeout=150,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["sources"])
+    assert found[0] == found[1] and found[0][0]["usable"] == 1
+
+
+def test_a_run_reads_its_settings_in_a_locale_of_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: {name: \u6570\u636e}\nmodle: {}\n", encoding="utf-8")
+    words = ["-P", "-m", "app.train", "--config", str(tmp_path / "run.yaml"), "--set", "run.dir=/tmp/\u6570\u636e"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **ASCII}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, encoding="utf-8", timeout=150)
+    assert done.returncode == Exit.USAGE and "modle" in done.stderr
