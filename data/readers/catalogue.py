@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import unicodedata
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from hashlib import blake2b
@@ -78,7 +80,9 @@ class Catalogue:
         # a video goes before its thumbnail, then an exact name before one with a score in front
         for _, _, stem, file in sorted(named, key=lambda entry: entry[:2]):
             self._by_stem.setdefault(stem, file)
-        self.fingerprint = digest.hexdigest()
+        self._path_in_parts, self._stem_in_parts = _in_parts(self._by_path), _in_parts(self._by_stem)
+        # of before such names met others it said nothing of them: what was read then is read again
+        self.fingerprint = digest.hexdigest() + ("|in parts" if self._path_in_parts else "")
         # number of media in folders outside of the root, and their digest; None where storage refuses to list them
         self._outside: dict[str, tuple[int, str] | None] = {}
         self._named: Counter[str] = Counter()  # how many files of such a folder were asked for
@@ -94,14 +98,19 @@ class Catalogue:
 
     def named(self, stem: str) -> FileStat | None:
         """The file `<stem>.<suffix>` or `<score>_<stem>.<suffix>`, in any folder below the root."""
-        return self._by_stem.get(stem)
+        return _look_up(stem, self._by_stem, self._stem_in_parts)
+
+    def _listed(self, path: str) -> FileStat | None:
+        if path.isascii():
+            return self._by_path.get(path)
+        return _look_up(path.removeprefix(f"{self.root}/"), self._by_path, self._path_in_parts)
 
     def foresee(self, file: FileStat | str, ranged: bool, pool: Executor) -> Future[MediaInfo | BadSample] | None:
         """Begins to look at what a row will ask `at` for (a path) and `probe`, which then wait for that. None: it is
         known, or `at` refuses the path."""
         if isinstance(file, str) and not _may_name(file, self.root):
             return None
-        found = self._by_path.get(_relative(file)) if isinstance(file, str) else file
+        found = self._listed(_relative(file)) if isinstance(file, str) else file
         try:
             uri = storage.join(self.root, _relative(file)) if isinstance(file, str) else file.uri
             if found is None and uri not in self._stats:
@@ -130,7 +139,7 @@ class Catalogue:
             raise BadSample(Reason.UNSAFE_NAME, repr(path[:200]))
         path = _relative(path)
         try:
-            if (found := self._by_path.get(path)) is not None:
+            if (found := self._listed(path)) is not None:
                 return found
             uri = storage.join(self.root, path)
             if _is_outside(uri, self.root):
@@ -208,6 +217,30 @@ class Catalogue:
 def _may_name(path: str, root: str) -> bool:
     """Whether the text of a row is a path that may be looked at, on this machine or in storage."""
     return not path.startswith(ADDRESSES) and not storage.tells_service(_relative(path), root)
+
+
+def composed(name: str) -> str:
+    """A name with each letter as one sign. File systems of a Mac have an accented one in two, as no other system writes
+    it: names that look alike are no longer equal once such files are copied."""
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def _in_parts(files: Mapping[str, FileStat]) -> dict[str, FileStat]:
+    """The files whose names are not composed, by what these are then: the first of each."""
+    found: dict[str, FileStat] = {}
+    for name, file in files.items():
+        if (whole := composed(name)) != name:
+            found.setdefault(whole, file)
+    return found
+
+
+def _look_up(name: str, files: Mapping[str, FileStat], in_parts: Mapping[str, FileStat]) -> FileStat | None:
+    """The file of exactly this name, else of one that is the same when composed."""
+    found = files.get(name)
+    if found is not None or name.isascii():
+        return found
+    whole = composed(name)
+    return files.get(whole, in_parts.get(whole))
 
 
 def _relative(path: str) -> str:

@@ -29,7 +29,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Reason
 from data.readers.ahead import in_order
-from data.readers.catalogue import Catalogue
+from data.readers.catalogue import Catalogue, composed
 from data.readers.kinds.manifest import numbered
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.readers.tables import TABLE_SUFFIXES
@@ -206,10 +206,20 @@ def _stem(name: str) -> str:
 
 
 def _beside(catalogue: Catalogue) -> Beside:
+    """Those of no exact name are beside the clip that is called so when composed, if that has none of its own."""
     beside: dict[str, dict[str, FileStat]] = {}
     for name, file in catalogue.files().items():
         if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
             beside.setdefault(_stem(name), {})[media.suffix_of(name)] = file
+    if all(map(str.isascii, beside)):
+        return beside
+    clips = [name for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES]
+    called = dict.fromkeys((*map(_stem, clips), *clips))
+    clip_of = {composed(name): name for name in reversed(called)}
+    for name in [name for name in beside if name not in called]:
+        clip = clip_of.get(composed(name))
+        if clip is not None and clip not in beside:
+            beside[clip] = beside.pop(name)
     return beside
 
 

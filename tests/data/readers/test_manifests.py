@@ -606,6 +606,21 @@ def test_converted_shards_hold_the_same_samples(folder, tmp_path):
         convert(index, tmp_path / "shards", ledger)
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_row_and_its_file_may_write_an_accent_in_two_ways(tmp_path, absolute):
+    whole, parts = "caf\u00e9", "cafe\u0301"  # as Linux writes it, and as a Mac does
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name, seed in ((f"{parts}1", 0), (f"{whole}2", 0), (f"{parts}3", 0), (f"{whole}3", 1)):
+        (folder / f"{name}.mp4").write_bytes(clip(seed=seed))
+    rows = [f"{whole}1", f"{parts}2", f"{parts}3", f"{whole}3", f"{whole}4"]
+    before = f"{folder}/" if absolute else ""
+    write_csv(folder / "meta.csv", ["path", "text"], [[f"{before}{name}.mp4", "a clip"] for name in rows])
+    index, _ = index_of(folder / "meta.csv", tmp_path / "cache", kind="manifest")
+    found = [Path(index.row(row).path).stem for row in range(len(index))]
+    assert found == [f"{parts}1", f"{whole}2", f"{parts}3", f"{whole}3"] and index.missing == 1
+
+
 @pytest.mark.parametrize("held", [{"bytes": "text"}, {"bytes": [1, 2]}, {"path": 5}, {"bytes": None, "path": ["a"]}])
 def test_media_that_are_held_as_something_else_are_one_bad_row(folder, tmp_path, held):
     rows = [{"video": held, "caption": "bad"}, {"video": NAMES[0], "caption": "good"}]

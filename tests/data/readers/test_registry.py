@@ -24,6 +24,7 @@ from data.storage import ByteRange, ReadFile, expand, list_files, read_range, re
 from ops.typed import ConfigError
 from tests.data.making import clip, good, index_of, picture, rejected, shard
 
+WHOLE, PARTS = "caf\u00e9", "cafe\u0301"  # as Linux writes it, and as a Mac does
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "runs" / "demo.yaml"
 
 
@@ -384,6 +385,38 @@ def test_a_folder_is_read_again_only_where_it_was_read_otherwise(tmp_path, names
     plain = Catalogue(str(tmp_path), LimitsConfig(), frozenset(SUFFIXES | {"cap"})).fingerprint
     assert (part.fingerprint != plain) is again
     assert not part.fingerprint.endswith("|by video and whole name"), "pictures took their clip's caption"
+
+
+@pytest.mark.parametrize(
+    "names, captions",
+    [
+        ([f"{PARTS}.mp4", f"{WHOLE}.txt"], [WHOLE]),  # a clip that a Mac has named
+        ([f"{WHOLE}.mp4", f"{PARTS}.txt"], [PARTS]),
+        ([f"{PARTS}.mp4", f"{WHOLE}.mp4.txt"], [f"{WHOLE}.mp4"]),
+        ([f"{PARTS}/a.mp4", f"{WHOLE}/a.txt"], [f"{WHOLE}/a"]),
+        ([f"{PARTS}.mp4", f"{WHOLE}.mp4", f"{PARTS}.txt", f"{WHOLE}.txt"], [PARTS, WHOLE]),
+        ([f"{PARTS}.mp4", f"{WHOLE}.mp4", f"{WHOLE}.txt"], [None, WHOLE]),  # the caption is of the other one
+        ([f"{PARTS}.mp4", f"{PARTS}.txt", f"{WHOLE}.txt"], [PARTS, None]),  # whose clip is gone
+    ],
+)
+def test_a_clip_and_its_caption_may_write_an_accent_in_two_ways(tmp_path, names, captions):
+    folder = tmp_path / "pairs"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(clip() if name.endswith(".mp4") else name.rpartition(".")[0].encode())
+    index, _ = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert [index.caption(row) or None for row in range(len(index))] == captions
+
+
+def test_a_file_is_found_by_either_way_and_only_a_folder_with_the_one_of_macs_is_read_again(tmp_path):
+    limits, fingerprints = LimitsConfig(), []
+    for name in ("cafe", WHOLE, PARTS):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.mp4").write_bytes(b"")
+        catalogue = Catalogue(str(tmp_path / name), limits)
+        fingerprints.append(catalogue.fingerprint)
+        assert name == "cafe" or catalogue.named(WHOLE) == catalogue.named(PARTS) == catalogue.at(f"{PARTS}.mp4")
+    assert [len(found) for found in fingerprints[:2]] == [32, 32] and len(fingerprints[2]) > 32
 
 
 def test_file_names_that_are_not_utf8_are_refused(tmp_path):
