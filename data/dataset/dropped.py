@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from data.dataset.curriculum import SHAPE, Curriculum
 from data.dataset.index import Index
 from data.ledger import Reason
-from data.readers.part import MEDIA_FILE, ROWS_PER_GROUP
+from data.readers.part import MEDIA_FILE, ROWS_PER_GROUP, opened
 from ops.whole_file import whole_file
 
 MOST_OF_A_SOURCE = 100_000  # that a run lists at its start: 20 MB, and some seconds. `heddle data lint` lists all
@@ -85,7 +85,7 @@ def _rows(curriculum: Curriculum, index: Index, code: np.ndarray, rows_at_once: 
         dropped = code[begin:end] < 0
         if not dropped.any():
             continue
-        with pq.ParquetFile(part.file) as file:
+        with opened(part.file) as file:
             for start, batch in _batches(file, dropped, rows_at_once):
                 own = dropped[start : start + batch.num_rows]
                 rows = int(begin) + start + np.flatnonzero(own)

@@ -37,6 +37,7 @@ from data.readers.part import (
     PartMeta,
     StoredCaption,
     StoredRow,
+    opened,
 )
 from data.types import CaptionRef, Clip
 
@@ -166,10 +167,7 @@ class Index:
     def scores(self) -> tuple[str, ...]:
         """Names of the score columns that any shard has."""
         names = {
-            name.removeprefix(SCORE)
-            for part in self.parts
-            for name in pq.read_schema(part.file).names
-            if name.startswith(SCORE)
+            name.removeprefix(SCORE) for part in self.parts for name in _names_in(part.file) if name.startswith(SCORE)
         }
         return tuple(sorted(names))
 
@@ -282,7 +280,7 @@ class Index:
                     self.ordinal,
                 )
             if indexed.meta["rejects"]:
-                with pq.ParquetFile(indexed.file) as file:
+                with opened(indexed.file) as file:
                     table = file.read(columns=["key", "reject", "detail", "reject_at"], use_threads=False)
                 for values in table.filter(table.column("reject").is_valid()).to_pylist():
                     yield Fault(
@@ -317,7 +315,7 @@ class Index:
         pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
         found: set[str] = set()
         for part in self.parts:
-            with pq.ParquetFile(part.file) as file:
+            with opened(part.file) as file:
                 known = set(file.schema_arrow.names)
                 stored = {name: _stored(name, known) for name in names}
                 table = file.read(columns=sorted({column for column in stored.values() if column}), use_threads=False)
@@ -356,7 +354,7 @@ class Index:
         if (shard, group) in self._groups:
             self._groups.move_to_end((shard, group))
             return self._groups[shard, group]
-        with pq.ParquetFile(self.parts[shard].file, metadata=self._footer(shard)) as file:
+        with opened(self.parts[shard].file, self._footer(shard)) as file:
             table = self._groups[shard, group] = file.read_row_group(group)
         held = sum(each.num_rows for each in self._groups.values())
         while len(self._groups) > self.groups_kept or (held > self.rows_kept and len(self._groups) > 1):
@@ -366,7 +364,8 @@ class Index:
     def _footer(self, shard: int) -> pq.FileMetaData:
         """That of a part, kept for the next row: of 3.6 million rows it takes 90 ms, where a group takes 1.5."""
         if shard not in self._footers:
-            self._footers[shard] = pq.read_metadata(self.parts[shard].file)
+            with opened(self.parts[shard].file) as file:
+                self._footers[shard] = file.metadata
             if len(self._footers) > FOOTERS_KEPT:
                 self._footers.popitem(last=False)
         self._footers.move_to_end(shard)
@@ -405,6 +404,13 @@ def _own_caption(file: Path, caption: StoredCaption, retries: int) -> str:
             f"become shorter since it was written. Delete {file.with_suffix('.parquet')} and run `heddle data index`."
         )
     return data.decode()
+
+
+def _names_in(file: Path) -> list[str]:
+    """Columns of a part."""
+    with opened(file) as part:
+        names: list[str] = part.schema_arrow.names
+        return names
 
 
 def _stored(name: str, known: set[str]) -> str:

@@ -12,8 +12,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -203,6 +203,7 @@ class PartWriter:
         self._scores = score_names
         self._rows: list[IndexedSample] = []
         self._writer: pq.ParquetWriter | None = None
+        self._written: pa.OSFile | None = None  # by it
         self._digest = blake2b(digest_size=16)
         self._faults: list[Fault] = []
         self._rejects: Counter[str] = Counter()
@@ -296,10 +297,10 @@ class PartWriter:
             "revision": REVISION,
             "outside": self.outside,
         }
-        assert self._writer is not None
+        assert self._writer is not None and self._written is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})
         self._writer.close()
-        for file in self._beside.values():
+        for file in (self._written, *self._beside.values()):
             file.close()
         for suffix in (*self._beside, ".parquet"):
             with self._scratch(suffix).open("rb") as written:
@@ -308,7 +309,7 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Remove all files after an error."""
-        for file in (self._writer, *self._beside.values()):
+        for file in (self._writer, self._written, *self._beside.values()):
             if file is not None:
                 with suppress(OSError):  # the disk may be why, and what is left of its buffer does not fit either
                     file.close()
@@ -332,7 +333,8 @@ class PartWriter:
         for name in self._scores:
             schema = schema.append(pa.field(SCORE + name, pa.float64()))
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._scratch(".parquet"), schema, compression="zstd")
+            self._written = pa.OSFile(os.fsencode(self._scratch(".parquet")), "wb")
+            self._writer = pq.ParquetWriter(self._written, schema, compression="zstd")
         for start in range(0, len(self._rows), ROWS_PER_GROUP):
             self._writer.write_table(_table(self._rows[start : start + ROWS_PER_GROUP], self._scores, schema))
         self._rows = []
@@ -382,11 +384,19 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+@contextmanager
+def opened(path: Path, footer: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
+    """The Parquet file of a part. Given a path PyArrow would refuse a folder whose name is not UTF-8."""
+    with pa.OSFile(os.fsencode(path)) as file:
+        yield pq.ParquetFile(file, metadata=footer)
+
+
 def read_meta(path: Path) -> PartMeta | None:
     """Metadata of a finished part, or None if it is absent, torn or of another version. A file beside it that is gone
     or of another size makes it torn."""
     try:
-        footer = pq.read_metadata(path)
+        with opened(path) as file:
+            footer = file.metadata
         meta: PartMeta = json.loads((footer.metadata or {}).get(b"heddle", b"{}"))
     except (FileNotFoundError, pa.ArrowException, ValueError):
         return None
@@ -442,7 +452,8 @@ def _texts(path: Path, column: str) -> set[str]:
 
 
 def _column(path: Path, name: str) -> pa.ChunkedArray:
-    return pq.read_table(path, columns=[name]).column(name)
+    with opened(path) as file:
+        return file.read(columns=[name]).column(name)
 
 
 def _size_of(path: Path) -> int:

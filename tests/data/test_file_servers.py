@@ -115,12 +115,12 @@ def refusing(real: Any, code: int, place: Path, times: float = float("inf")) -> 
     return call
 
 
-@pytest.mark.parametrize("asked", ["listdir", "read_metadata"])
+@pytest.mark.parametrize("asked", ["listdir", "opened"])
 def test_an_index_whose_folder_does_not_answer_once_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], asked: str
 ) -> None:
     """A live run whose feeder was opened anew in that second ended."""
-    where: Any = os if asked == "listdir" else part.pq
+    where: Any = os if asked == "listdir" else part
     (tmp_path / "0.tar").write_bytes(shard([*good(2)]))
     index_of(tmp_path / "0.tar", tmp_path / "cache")
     real = getattr(where, asked)
@@ -132,12 +132,12 @@ def test_an_index_whose_folder_does_not_answer_once_opens(
         index_of(tmp_path / "0.tar", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("asked", ["listdir", "read_metadata"])
+@pytest.mark.parametrize("asked", ["listdir", "opened"])
 def test_an_index_that_may_not_be_read_says_what_to_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], asked: str
 ) -> None:
     """Whoever has a umask of 077 makes `.heddle-index` for himself alone."""
-    where: Any = os if asked == "listdir" else part.pq
+    where: Any = os if asked == "listdir" else part
     (tmp_path / "0.tar").write_bytes(shard([*good(2)]))
     index_of(tmp_path / "0.tar", tmp_path / "cache")
     monkeypatch.setattr(where, asked, refusing(getattr(where, asked), errno.EACCES, tmp_path / "cache"))

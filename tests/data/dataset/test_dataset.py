@@ -1,6 +1,7 @@
 import json
 import tarfile
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.errors import DataError
 from data.ledger import Fault, Reason
+from data.readers.part import opened
 from data.types import Bucket, StepOfItems
 from ops.geometry import Geometry
 from tests.data import making
@@ -59,18 +61,17 @@ def test_a_step_that_was_planned_ahead_is_not_made_again_when_it_is_trained(clip
 
 
 def test_all_columns_of_a_part_are_read_at_once(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: Counter[Path] = Counter()
+    times: Counter[Path] = Counter()
 
-    class Counting(pq.ParquetFile):
-        def __init__(self, file: Path) -> None:
-            opened[file] += 1
-            super().__init__(file)
+    def counting(file: Path) -> AbstractContextManager[pq.ParquetFile]:
+        times[file] += 1
+        return opened(file)
 
-    monkeypatch.setattr(pq, "ParquetFile", Counting)
+    monkeypatch.setattr("data.dataset.index.opened", counting)
     (source,) = config(clips).sources
     data = dataset(clips, sources=(replace(source, filters=("aesthetic_score >= 4", "num_frames >= 2")),))
     for part in data.indexes[0].parts:
-        assert opened[part.file] == 1 + bool(part.meta["rejects"]), "and once for the faults, where there are any"
+        assert times[part.file] == 1 + bool(part.meta["rejects"]), "and once for the faults, where there are any"
 
 
 def test_every_clip_is_in_the_bucket_it_fits_and_items_have_unique_names(clips: Path) -> None:

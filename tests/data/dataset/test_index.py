@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -442,20 +442,28 @@ def test_rows_agree_with_columns_and_with_the_bytes(folder, tmp_path):
         index.row(12)
 
 
+def test_a_folder_may_have_a_name_that_is_not_utf8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"raw\xff")
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(shard([*good(2), *sample(2, mp4=b"broken")]))
+    index, _ = index_of(folder, index_folder(SourceConfig(path=str(folder))))
+    assert index.num_ok == 2 and index.row(1).key == "000001" and index.caption(1) == "caption 1"
+    assert [fault.key for fault in index.faults()] == ["000002"] and "aesthetic_score" in index.scores
+    again, _ = index_of(folder, folder / ".heddle-index")
+    assert again.hash == index.hash and [file.parent.name for file in folder.glob(".*/*")] == [".heddle-index"]
+
+
 @pytest.fixture
 def footers(monkeypatch) -> list[str]:
     """Index files whose footers are parsed."""
     seen: list[str] = []
-    parse, read = pq.read_metadata, pq.ParquetFile
 
-    def counting(file: Path) -> pq.FileMetaData:
-        seen.append(file.name)
-        return parse(file)
+    def counting(file: Path, footer: pq.FileMetaData | None = None) -> AbstractContextManager[pq.ParquetFile]:
+        if footer is None:
+            seen.append(file.name)
+        return part.opened(file, footer)
 
-    def opened(file: Path, metadata: pq.FileMetaData) -> pq.ParquetFile:
-        return read(file, metadata=metadata)
-
-    monkeypatch.setattr("data.dataset.index.pq", SimpleNamespace(read_metadata=counting, ParquetFile=opened))
+    monkeypatch.setattr("data.dataset.index.opened", counting)
     return seen
 
 
