@@ -37,6 +37,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,7 +113,8 @@ class Membership:
         self._requested_at = 0.0
         self._waiting_since: float | None = None
         self._waited_since: float | None = None  # the same before the running generation was formed
-        self._unanswered_at: float | None = None  # when storage last kept a worker from loading; None: one has since
+        # How often storage has kept a worker from loading, in this wait and since one has loaded, and when it last did.
+        self._unanswered, self._unanswered_at = 0, -math.inf
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
         self._quarantine = Quarantine(limits.rest_s, limits.rest_longest_s)
         self._resting: set[str] = set()  # nodes; "" stands for all
@@ -165,7 +167,7 @@ class Membership:
             case Arrival():
                 self._join(event, now)
             case LoadedWorker():
-                self._unanswered_at = None
+                self._unanswered = 0
                 self._ready(event.worker, "starting", now, info=event.info)
             case RecoveredWorker():
                 self._ready(event.worker, "recovering", now)
@@ -185,7 +187,8 @@ class Membership:
             case Shortfall():
                 self._requested = max(0, self._requested - event.count)
                 if event.failed is not None:
-                    self._unanswered_at = now if event.failed.passes else self._unanswered_at
+                    if event.failed.passes:
+                        self._unanswered, self._unanswered_at = self._unanswered + 1, now
                     self._ended_early(event.failed.where, event.failed.why, now)
             case Break():
                 self._broken(event, now)
@@ -502,7 +505,7 @@ class Membership:
             self._update(worker, phase="active", since=now)
         self._formed, self._clean, self._proven, self._anew = True, True, False, False
         self._waited_since, self._waiting_since = self._waiting_since, None
-        self._announced = self._enough_since = self._unanswered_at = None
+        self._announced = self._enough_since = None
         infos = _infos_of(members)
         self._out.append(
             Form(
@@ -517,13 +520,17 @@ class Membership:
 
     def _wait(self, have: int, now: float, why: str) -> None:
         on_their_way = self._loading if why else have + self._loading >= self._limits.min
-        if self._waiting_since is None or (on_their_way and self._unanswered_at is None):
+        if self._state != "waiting":
+            self._unanswered = 0
+        if self._waiting_since is None or (on_their_way and not self._unanswered):
             self._waiting_since = now  # those that load for too long are given up elsewhere
         self._state = "waiting"
         until = self._waiting_since + self._limits.wait_s
         # Where storage does not answer every new try loads for a while: the clock runs through all of them, and ends
-        # the run with the next that fails. One that goes on may load for longer, as storage may be back.
-        if now >= until and not (on_their_way and self._unanswered_at != now):
+        # the run with the next that fails, once as many have as load: fewer are single ones. Those that go on may load
+        # for longer, as storage may be back.
+        ends = self._unanswered_at == now and self._unanswered >= self._loading
+        if now >= until and (ends or not on_their_way):
             lack = f"{have} of at least {self._limits.min} workers"
             lack = f"{counted(have, 'worker')} that cannot train together ({why})" if why else lack
             self._fail(

@@ -481,6 +481,24 @@ def test_once_storage_is_back_workers_may_load_for_as_long_as_they_need() -> Non
     assert of(Failure, pool.see(Loading(count=1), UNANSWERED, after=50)) == [], "its patience is whole again"
 
 
+def test_single_workers_that_storage_fails_end_no_run_while_enough_load() -> None:
+    pool = Pool(Limits(min=2, max=4, wait_s=100))
+    pool.see(Tick())
+    for after in (2, 96):
+        pool.see(Loading(count=4), after=after)
+        assert of(Failure, pool.see_at_once(UNANSWERED, Loading(count=3), after=5)) == []
+
+
+def test_what_storage_did_before_a_wait_is_none_of_it() -> None:
+    """Ten hours later its patience ran while a lost worker's successor loaded, which failed for another reason."""
+    pool = Pool().run(0, 1)
+    pool.see(UNANSWERED)
+    pool.see(Death(worker=1), RecoveredWorker(worker=0), after=36_000)
+    assert of(Failure, pool.see(Loading(count=1), Tick(), after=90)) == []
+    assert of(Failure, pool.see(Tick(), after=90)) == []
+    assert of(Failure, pool.see(Loading(count=0), Tick(), after=1)) == [], "its patience is whole"
+
+
 def test_late_report_about_an_old_generation_is_ignored() -> None:
     pool = Pool().run(0, 1, 2)
     pool.see(Death(worker=2), RecoveredWorker(worker=0), RecoveredWorker(worker=1))
