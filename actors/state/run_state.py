@@ -224,6 +224,7 @@ class RunState:
         self._held = ()
         self._uncopied = origin is not None and origin.checkpoint is None
         self.writer.go_back(step)
+        self.disk.go_back(step, self.writer.steps)
         self.keepers.prepare([info.node for info in infos], self._least_bytes(), lenders)
         self.keepers.begin(
             Base(
@@ -280,6 +281,7 @@ class RunState:
                 version = Origin(
                     step=step, generation=done.running.generation, keepers=tuple(self.keepers.in_use().values())
                 )
+                self.disk.make_way(step)
                 self.writer.save(version, self._meta(step))
         self._pace(done)
         self._tell_forecast()

@@ -365,9 +365,15 @@ def test_the_first_checkpoint_after_a_run_has_gone_back_is_no_old_one(
     save(writer, 49)
     tasks.done.add(0)
     writer.poll()
-    first, next_one = (folder.rename(withheld.with_name(folder.name)) for folder in beside)
+    first = beside[0].rename(withheld.with_name("step-29"))
     run = state_of(tmp_path, writer=writer, model=MODEL)
+
+    def not_given(folder: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    monkeypatch.setattr("actors.state.checkpoints_on_disk.is_complete", not_given)  # else it is moved aside
     run.open(Origin(step=29, checkpoint=str(first)), 2, [])
+    next_one = beside[1].rename(withheld.with_name("step-31"))
     save(writer, 31)
     tasks.done.add(1)
     writer.poll()

@@ -167,6 +167,42 @@ def test_a_checkpoint_that_the_run_has_passed_over_stays_so_for_whoever_goes_on(
     assert not lost.free_memory(300) and lost.newest_in_memory(300) == 350
 
 
+def test_a_checkpoint_that_the_run_goes_on_without_is_never_taken_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps later the run came to its step, found it whole, and wrote none: the next start went on from the old one."""
+    for step in (299, 399):
+        write_checkpoint(tmp_path, step, {"from": "before"})
+    torn = checkpoint.step_folder(root_of(tmp_path), 320)
+    torn.mkdir()
+    state = state_of(tmp_path, model=MODEL)
+    state.first((350, 3))
+    with monkeypatch.context() as away:
+        withhold(away, checkpoint.step_folder(root_of(tmp_path), 399))
+        state.open(Origin(step=299, checkpoint="step-299"), 5, [info("w0", "a", 1)])
+        assert state.step_on_disk() == 299
+    assert state.step_on_disk() == 299, "also when storage gives it again"
+    kept = [path.name for path in root_of(tmp_path).iterdir()]
+    assert sorted(kept) == ["passed-over-step-399", "step-299", "step-320"]
+    write_checkpoint(tmp_path, 399, {"from": "now"})
+    assert state.step_on_disk() == 399 and state.data_token(400) == {"from": "now"}
+
+    state.open(Origin(step=299, checkpoint="step-299"), 6, [info("w0", "a", 1)])
+    assert state.step_on_disk() == 299 and (root_of(tmp_path) / "passed-over-step-399-2").is_dir()
+
+
+def test_what_was_not_moved_aside_by_the_time_that_its_step_is_written_is_the_runs_own_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, 9, {})
+    state = state_of(tmp_path, model=MODEL)
+    with monkeypatch.context() as away:
+        withhold(away, checkpoint.step_folder(root_of(tmp_path), 9))
+        state.open(None, 5, [info("w0", "a", 1)])
+        state.disk.make_way(9)
+    assert state.step_on_disk() == 9
+
+
 def test_a_checkpoint_after_the_newest_line_of_metrics_is_used_where_there_is_no_other(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 399, {})
     origin = state_of(tmp_path, listener=(listener := Listening())).first((10, 1))
