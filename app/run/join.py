@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_S = 2.0  # between looks for a cluster
 _WATCH_S = 0.5  # between looks at the node
+_HEED_S = 0.1  # until a notice is noticed
 _ANSWER_S = 30.0
 _SHORT_S, _SHORT_STARTS = 30.0, 3  # of starts in a row that ended sooner, after which their reason is one that stays
 _ENDS_S, _ENDS_LOOK_S = 10.0, 0.05  # that processes have to end after SIGKILL, and between looks
@@ -114,10 +114,31 @@ def _join(joining: Joining, ended_s: float) -> int:
                 return Exit.OK
 
 
+class _Notice:
+    """What a signal's handler sets. For the lock of a `threading.Event` it would wait for good where the thread that it
+    interrupts holds it."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is set by then."""
+        until = time.monotonic() + seconds
+        while not self._is_set and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(left_s, _HEED_S))
+        return self._is_set
+
+
 @contextmanager
-def _told_to_leave(never: bool) -> Iterator[threading.Event]:
+def _told_to_leave(never: bool) -> Iterator[_Notice]:
     """Set by the first of the signals, or `never`; the next one does nothing more."""
-    leaves = threading.Event()
+    leaves = _Notice()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if not never:
@@ -131,7 +152,7 @@ def _told_to_leave(never: bool) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _cluster(joining: Joining, leaves: threading.Event) -> ClusterAddress | None:
+def _cluster(joining: Joining, leaves: _Notice) -> ClusterAddress | None:
     """The cluster, once it answers; None where it does not in time, where the run has ended, or when told to leave."""
     until = time.monotonic() + joining.wait_s
     said = False
@@ -160,7 +181,7 @@ def _what(joining: Joining) -> str:
     return f"the run {joining.run} to live on a Ray cluster that this machine reaches"
 
 
-def _is_over(joining: Joining, patience_s: float = 0.0, leaves: threading.Event | None = None) -> bool:
+def _is_over(joining: Joining, patience_s: float = 0.0, leaves: _Notice | None = None) -> bool:
     """Whether the run has ended for good: nobody holds its folder, and it does not ask to be continued."""
     if joining.run is None:
         return False

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import ray
 from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
 from actors.pool.monitor import Monitor
 from actors.progress import Progress
-from app.run.join import Joining, _drained, join_until_told
+from app.run.join import Joining, _drained, _told_to_leave, join_until_told
 from ops.typed import ConfigError
 from tests.actors.fakes import Handle
 from tests.rays import local_ray
@@ -166,6 +167,29 @@ def test_nothing_stays_of_a_machine_whose_terminal_goes(tmp_path: Path, cluster_
     with nothing_left(), pytest.raises(SystemExit) as ended:
         join_until_told(Joining(run=tmp_path, wait_s=60))
     assert ended.value.code == 128 + signal.SIGHUP
+
+
+def test_a_notice_may_come_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came while the wait for it held its lock had `heddle workers join` hang for good."""
+    held: list[bool] = []
+    enter, sleep = threading.Condition.__enter__, time.sleep
+
+    def entered(condition: threading.Condition) -> bool:
+        assert not held, "the handler waits for what the thread holds that it interrupts"
+        held.append(True)
+        taken = enter(condition)
+        signal.raise_signal(signal.SIGTERM)
+        return taken
+
+    def slept(seconds: float) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        sleep(seconds)
+
+    with _told_to_leave(False) as leaves:
+        assert not leaves.wait(0.01)
+        monkeypatch.setattr(threading.Condition, "__enter__", entered)
+        monkeypatch.setattr(time, "sleep", slept)
+        assert leaves.wait(60) and leaves.is_set()
 
 
 def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
