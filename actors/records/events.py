@@ -893,7 +893,8 @@ class CheckpointDamaged(RunEvent, event="checkpoint_damaged"):
 
 
 class CheckpointPassedOver(RunEvent, event="checkpoint_passed_over"):
-    """A newer checkpoint is not complete, so that the run continues from another one."""
+    """A newer checkpoint is not complete, not given by storage, or of steps that the run computes anew: it continues
+    from another one."""
 
     folder: str
     why: str

@@ -35,7 +35,7 @@ class CheckpointsOnDisk:
         # Checkpoints that storage has not given for long, and why; of some it has not given the bytes.
         self._withheld: dict[Path, OSError] = {}
         self._unread: set[Path] = set()
-        self._left: set[Path] = set()  # those that the run goes on without, and that are not moved aside yet
+        self._to_move: set[Path] = set()  # those that the run goes on without, and that are not moved aside yet
 
     @property
     def withheld(self) -> OSError | None:
@@ -46,8 +46,10 @@ class CheckpointsOnDisk:
         """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
         Raises what keeps storage from saying which there are. One whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
-        self._move_left()
-        folders = [folder for folder in _answer(lambda: step_folders(self._root), deadline) if folder not in self._left]
+        self._move_aside()
+        folders = [
+            folder for folder in _answer(lambda: step_folders(self._root), deadline) if folder not in self._to_move
+        ]
         self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
         self._unread &= self._withheld.keys()
         for folder in reversed(folders):
@@ -99,27 +101,30 @@ class CheckpointsOnDisk:
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
             return
-        self._left.update(folder for folder in later if step_of(folder) not in writing)
-        self._move_left()
+        self._to_move.update(folder for folder in later if step_of(folder) not in writing)
+        self._move_aside()
 
     def make_way(self, step: int) -> None:
         """A checkpoint of this step is about to be written: what lies there afterwards is the run's own."""
-        if any(step_of(folder) == step for folder in self._left):
-            self._move_left()
-            self._left = {folder for folder in self._left if step_of(folder) != step}
+        if any(step_of(folder) == step for folder in self._to_move):
+            self._move_aside()
+            self._to_move = {folder for folder in self._to_move if step_of(folder) != step}
 
-    def _move_left(self) -> None:
-        for folder in sorted(self._left):
+    def _move_aside(self) -> None:
+        """Moves what storage gives now. Damaged and incomplete ones stay: they count as none."""
+        for folder in sorted(self._to_move):
             try:
                 if is_complete(folder) and not self._verdicts.get(_stamp(folder)):
                     names = (f"passed-over-{folder.name}{more}" for more in chain([""], (f"-{n}" for n in count(2))))
                     aside = next(path for path in map(folder.with_name, names) if not path.exists())
                     folder.rename(aside)
-                    log.warning("%s is later than what the run goes on from: it lies in %s now", folder, aside)
+                    why = f"the run goes on from an earlier one; it lies in {aside.name} now"
+                    log.warning("%s is passed over: %s", folder, why)
+                    self._tell(CheckpointPassedOver(folder=folder.name, why=why))
             except OSError as error:
                 log.info("%s is not moved aside yet: %s", folder, error)
                 continue
-            self._left.discard(folder)
+            self._to_move.discard(folder)
 
     def _is_whole(self, folder: Path, deadline: float) -> bool:
         """Whether a checkpoint is complete. One that storage does not give until `deadline` is passed over, and asked
