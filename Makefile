@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt actors/plan/strategies/search/annealer.
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "Heddle needs Python 3.11, 3.12 or 3.13; $$($(PYTHON) -V 2>&1) is not: make PYTHON=python3.13"; exit 2; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	# Python compiles what is imported; all 23,000 files would take a core 1.5 minutes.
+	# Python compiles what is imported: with all 23,000 files this took 176 s on 2 cores, without 100.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	@touch $(STAMP)
 
