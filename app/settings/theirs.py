@@ -33,23 +33,8 @@ _SHOWN = 30  # characters of a value
 _LEFT = 52  # columns of names with values, at most
 # what a script does besides starting a trainer: the options of these are no settings
 _SHELL = {"set", "[", "[[", "test", "echo", "printf", "export", "source", "cd", "mkdir", "rm", "cp", "mv", "ln", "ls"}
-_SHELL |= {
-    "cat",
-    "grep",
-    "sed",
-    "kill",
-    "ulimit",
-    "pip",
-    "pip3",
-    "apt",
-    "apt-get",
-    "git",
-    "wget",
-    "curl",
-    "tar",
-    "sleep",
-}
-_SHELL |= {"hf", "huggingface-cli", "tensorboard", "nvidia-smi"}
+_SHELL |= {"cat", "grep", "sed", "kill", "ulimit", "sleep", "tar", "git", "wget", "curl", "apt", "apt-get"}
+_SHELL |= {"pip", "pip3", "hf", "huggingface-cli", "tensorboard", "nvidia-smi"}
 # words before the name of a command, with options of their own: python -u -m pip, sudo -E python
 _LEADING = re.compile(r"if|then|elif|else|while|until|do|!|\{|sudo|env|exec|nohup|time|(.*/)?python[\d.]*")
 _ASSIGNMENT = re.compile(r"\w+\+?=")
