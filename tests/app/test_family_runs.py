@@ -30,8 +30,8 @@ def losses(folder: Path, case: str, name: str) -> list[float]:
     """Losses of the steps of a run on a Ray of its own."""
     model = MODELS[case]
     place = case.replace(" ", "-")
-    pictures = "[1x64x96, 1x32x48]" if model.dit.images_only else "[1x64x96, 9x64x96]"
-    table = "[5x64x96, 9x64x96]" if model.dit.starts_from_image else pictures
+    first = 5 if model.dit.starts_from_image else 1
+    table = "[1x64x96, 1x32x48]" if model.dit.images_only else f"[{first}x64x96, 9x64x96]"
     config = RunConfig.from_yaml(f"""
 run: {{name: {name}, dir: {folder}/runs-{place}}}
 data:
