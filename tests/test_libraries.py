@@ -37,7 +37,10 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(scripts().keys() - {"block.py", "route.py"}))
+@pytest.mark.parametrize(
+    "name",
+    [*sorted(scripts().keys() - {"block.py", "route.py", "swap.py"}), pytest.param("swap.py", marks=pytest.mark.long)],
+)
 def test_a_script_runs(name: str, folder: Path) -> None:
     printed = run(folder, name)
     if name == "swap.py":

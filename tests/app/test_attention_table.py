@@ -89,6 +89,7 @@ def test_results_without_attention_make_no_table(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and table_of([]) is None
 
 
+@pytest.mark.long
 def test_what_a_rehearsal_writes_is_read_back_and_followed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app.bench.gpu", "--rehearse", "--out", str(tmp_path), "--only", "attention."]
     done = subprocess.run(command, cwd=ROOT, env=few_packages(tmp_path), capture_output=True, text=True, timeout=280)

@@ -136,6 +136,7 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     assert [line.name for line in read_lines(tmp_path)] == ["a", "b"]
 
 
+@pytest.mark.long
 def test_what_a_process_died_of_is_a_failure_and_not_run_again(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib

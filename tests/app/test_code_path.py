@@ -56,6 +56,7 @@ def test_a_process_of_its_own_runs_heddle(folder: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_workers_of_ray_import_heddle_and_then_what_is_in_the_current_folder(folder: Path) -> None:
     app, data, mine, key, utf8 = printed(WORKER, folder).split()
     assert [Path(app).parents[1], Path(data).parents[1]] == [ROOT, ROOT]

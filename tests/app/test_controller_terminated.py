@@ -53,6 +53,7 @@ def cluster() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_a_terminated_controller_is_gone_while_its_calls_wait(cluster: None, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

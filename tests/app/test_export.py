@@ -568,7 +568,10 @@ def takes_factors(name: str) -> bool:
 
 FILES = [(name, "pytorch_lora_weights.safetensors") for name in PIPELINES if takes_factors(name)]
 FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "skyreels", "ltx", "ltx2")]
-KINDS = [(*of, False) for of in FILES] + [(*of, True) for of in FILES if of[1].startswith("pytorch")]
+KINDS = [*((*of, False) for of in FILES), ("wan", "pytorch_lora_weights.safetensors", True)]
+KINDS += [
+    pytest.param(*of, True, marks=pytest.mark.long) for of in FILES if of[0] != "wan" and of[1].startswith("pytorch")
+]
 
 
 @pytest.mark.parametrize(("family", "file", "dora"), KINDS)

@@ -176,6 +176,7 @@ def test_ray_train_is_told_to_look_more_often_by_a_name_it_knows() -> None:
     assert float(told) < DEFAULT_HEALTH_CHECK_INTERVAL_S
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_what_ray_train_starts_asks_its_own_cluster_whether_an_actor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself it asks the cluster that was started last on the host."""

@@ -221,7 +221,7 @@ def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
     assert fetched == pytest.approx(peak, rel=0.01) and less < held
 
 
-@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("fetched", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_autocast_keeps_no_copy_of_a_block_that_has_run(fetched: bool) -> None:
     """A pass with checkpointing casts each weight in fp32 once in the forward, and once more in the backward."""
     wide = replace(WAN, num_heads=16, head_dim=64, ffn_dim=4096, gradient_checkpointing=True)

@@ -164,6 +164,7 @@ print(float(sum(p.float().abs().sum() for p in module.parameters() if not p.requ
 """
 
 
+@pytest.mark.long
 def test_another_process_of_the_node_maps_what_the_first_has_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,8 @@ print(peak[0] - before, sum(p.nbytes for p in module.parameters()))
 """
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 4])
 def test_loading_needs_no_more_memory_than_the_weights(tmp_path: Path, rank: int) -> None:
     """Not even when they are stored in another dtype; initial values are not drawn."""
     config = WanConfig(num_layers=4, num_heads=8, head_dim=128, ffn_dim=4096)

@@ -27,6 +27,7 @@ class HangingKeeper(Keeper):
         return WrittenShard(lo=lo, hi=hi, name="it", size=1, crc32=0)
 
 
+@pytest.mark.long
 def test_a_keeper_whose_storage_hangs_writes_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

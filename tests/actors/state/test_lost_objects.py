@@ -56,6 +56,7 @@ def orphan(method: str, *args: Any) -> Any:
     raise AssertionError("the object outlives its owner")
 
 
+@pytest.mark.long
 def test_only_a_call_without_its_pixels_counts_as_such() -> None:
     @ray.remote
     def cannot_decode() -> None:

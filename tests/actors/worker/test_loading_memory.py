@@ -122,6 +122,7 @@ def keep_loaded(settings: WorkerSettings, answers: Connection) -> None:
     time.sleep(3600)
 
 
+@pytest.mark.long
 def test_two_workers_of_a_node_have_a_text_encoder_once(tmp_path: Path) -> None:
     text = TextConfig(path=str(tmp_path), d_model=512)
     (tmp_path / "text_encoder").mkdir()
