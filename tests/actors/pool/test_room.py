@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -81,8 +83,8 @@ def test_no_node_gets_more_than_it_holds_and_at_most_one_is_half_full(sizes: lis
     assert sum(0 < h < s for h, s in zip(held, sizes, strict=True)) <= 1
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
+@contextmanager
+def two_nodes() -> Iterator[Cluster]:
     ray.shutdown()  # what a failed test left
     made = patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}))
     patiently(lambda: made.add_node(num_cpus=2))
@@ -91,6 +93,28 @@ def cluster() -> Iterator[Cluster]:
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    """Of all tests, once the actors of the one before, which nobody refers to any more, have ended."""
+    deadline = time.monotonic() + 60
+    while free_outside([]).get("CPU") != 4:
+        assert time.monotonic() < deadline, free_outside([])
+        time.sleep(0.1)
+    return shared_cluster
+
+
+@pytest.fixture
+def mortal_cluster() -> Iterator[Cluster]:
+    with two_nodes() as made:
+        yield made
 
 
 @ray.remote(num_cpus=1)
@@ -138,7 +162,9 @@ class Controlling:
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 @pytest.mark.faults
-def test_a_monitor_begins_beside_its_controller_and_outlives_its_node_with_the_next_one(cluster: Cluster) -> None:
+def test_a_monitor_begins_beside_its_controller_and_outlives_its_node_with_the_next_one(
+    mortal_cluster: Cluster,
+) -> None:
     """The workers know no other."""
     kind: Any = Controlling
     first = kind.options(resources={"taken": 0.1}).remote()
@@ -147,7 +173,7 @@ def test_a_monitor_begins_beside_its_controller_and_outlives_its_node_with_the_n
     second = kind.options(**where(None, [node])).remote()
     elsewhere, same = ray.get(second.begin.remote(), timeout=120)
     assert elsewhere != node and same == life
-    cluster.remove_node(next(one for one in cluster.worker_nodes if one.node_id == node))
+    mortal_cluster.remove_node(next(one for one in mortal_cluster.worker_nodes if one.node_id == node))
     assert ray.get(second.life.remote(), timeout=120) != life, "it was on that node, and is on another one now"
 
 
