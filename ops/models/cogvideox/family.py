@@ -139,7 +139,7 @@ def _their_rotation(config: CogVideoXConfig, sample: ParitySample) -> tuple[Tens
             config.head_dim, None, (h, w), t, grid_type="slice", max_size=(max(full_h, h), max(full_w, w))
         )
     else:
-        crop = get_resize_crop_region_for_grid((h, w), full_w, full_h)  # type: ignore[no-untyped-call]
+        crop = get_resize_crop_region_for_grid((h, w), full_w, full_h)
         found = get_3d_rotary_pos_embed(config.head_dim, crop, (h, w), t)
     cos, sin = found
     return cos, sin
