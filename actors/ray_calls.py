@@ -150,6 +150,12 @@ def free_outside(nodes: Sequence[str]) -> dict[str, float]:
     return dict(found)
 
 
+def draining_nodes() -> frozenset[str]:
+    """Ids of nodes that are about to leave the cluster, on which Ray starts nothing more: their pod is being deleted,
+    an autoscaler or a provider takes them, or somebody has called `ray drain-node`."""
+    return frozenset(_ray._private.state.state.get_draining_nodes())
+
+
 def unwrap(call: Callable[[], T]) -> T:
     """Run `get` and raise a known cause of a task's failure as itself, so that callers can answer it."""
     try:

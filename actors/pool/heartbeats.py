@@ -57,9 +57,10 @@ class Watch:
     _leaving: set[str] = field(default_factory=set, init=False)
     _stalled: set[tuple[str, float]] = field(default_factory=set, init=False)
 
-    def look(self, report: MonitorReport, members: Collection[str]) -> Findings:
+    def look(self, report: MonitorReport, members: Collection[str], draining: Collection[str] = ()) -> Findings:
         """`members` are the workers that should be heard of; silence counts from the first look for one. A monitor that
-        was started again, maybe on another host, has heard of none yet, and has a clock of its own."""
+        was started again, maybe on another host, has heard of none yet, and has a clock of its own. Workers of the
+        nodes `draining` leave as those that announce it."""
         if report.life != self._life:
             self._life, self._expected_at = report.life, {}
         seen = {name: report.seen[name] for name in members if name in report.seen}
@@ -69,7 +70,8 @@ class Watch:
         fresh = silent - self._suspected
         heard = self._suspected - silent
         self._suspected = silent
-        leaving = {name for name, s in seen.items() if s.progress.leaving} | (set(report.wishes.drain) & set(members))
+        leaving = {name for name, s in seen.items() if s.progress.leaving or s.progress.node in draining}
+        leaving |= set(report.wishes.drain) & set(members)
         news = leaving - self._leaving
         self._leaving = leaving
         return Findings(

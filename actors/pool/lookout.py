@@ -31,7 +31,7 @@ from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.unheard import UnheardStarts
 from actors.pool.workers import PoolNews, kill_process, uses_gpu
 from actors.progress import LOADING, Progress
-from actors.ray_calls import GONE, free_outside, get, has_come, kill, node_of_process
+from actors.ray_calls import GONE, draining_nodes, free_outside, get, has_come, kill, node_of_process
 from actors.records.events import (
     LinkSlow,
     MonitorRestarted,
@@ -97,6 +97,7 @@ class Lookout:
         self.stop = ""  # why somebody wants the run to end
         self.frozen: dict[str, str] = {}  # digests of the weights that the run has trained with, by part
         self._doing: dict[str, Progress] = {}  # at the last look
+        self._draining: frozenset[str] = frozenset()  # ids of nodes that are about to leave the cluster
         self._question: Ref[MonitorReport] | None = None  # what the monitor has not answered yet
         self._silent_since: float | None = None  # seconds; None: the monitor has answered
         self._bears_s = max(config.suspect_s, _LEAST_SILENCE_S)  # its silence; twice as long after each new start
@@ -107,6 +108,7 @@ class Lookout:
 
     def look(self) -> list[Event]:
         """Everything that has changed since the last look, in an order the membership can take."""
+        self._draining = draining_nodes()
         events = self._starts()
         report = self._report()
         if report is not None:
@@ -264,7 +266,7 @@ class Lookout:
         names, pending = self._pool.names, set(self._pool.pending)
         members = set(names)
         self._doing = {name: seen.progress for name, seen in report.seen.items() if name in members}
-        found = self._watch.look(report, [name for name in names if name not in pending])
+        found = self._watch.look(report, [name for name in names if name not in pending], self._draining)
         events: list[Event] = []
         for name in found.silent:
             self._tell(WorkerSilent(worker=name))
@@ -302,8 +304,8 @@ class Lookout:
         return [Resize(min=self._config.min, max=target), *self._recall(waiting[::-1][:surplus])]
 
     def _room(self) -> int:
-        """How many more workers the cluster could start right now, on nodes that are not shunned."""
-        free = free_outside(self._pool.shunned)
+        """How many more workers the cluster could start right now, on nodes that are not shunned and stay."""
+        free = free_outside([*self._pool.shunned, *self._draining])
         room = int(free.get("CPU", 0) / self._config.cpus_per_worker + 1e-6)
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))

@@ -18,13 +18,13 @@ from actors.config import WorkersConfig
 from actors.messages import FailedStart, HostGpu
 from actors.outcome import silent
 from actors.pool.lookout import Lookout
-from actors.pool.membership_types import Loading, Resize, Shortfall
+from actors.pool.membership_types import LeaveNotice, Loading, Resize, Shortfall
 from actors.pool.monitor import Monitor
 from actors.pool.requested_size import forget_size, keep_size, kept_size
 from actors.pool.workers import Pool, PoolMember, PoolNews, start_monitor, weights_bytes
 from actors.process import birth, lives
 from actors.progress import LOADING, LinkUse, Progress
-from actors.records.events import LinkSlow, MonitorRestarted, MonitorSilent, WorkerLost
+from actors.records.events import LinkSlow, MonitorRestarted, MonitorSilent, WorkerLeaving, WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 from tests.actors.fakes import Handle, Listening
@@ -32,6 +32,14 @@ from tests.rays import local_ray
 
 CONFIG = WorkersConfig(min=1, max=4, device="cpu")
 FAILED = FailedStart(worker="w5", why="CUDA error: unknown", where=HostGpu(node="n", host="h", gpu="2"))
+
+
+@pytest.fixture(autouse=True)
+def draining(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Ids of nodes that Ray drains; no test here has a Ray to ask."""
+    found: set[str] = set()
+    monkeypatch.setattr("actors.pool.lookout.draining_nodes", lambda: frozenset(found))
+    return found
 
 
 class Starting:
@@ -288,6 +296,26 @@ def test_a_dead_worker_is_named_with_what_it_was_last_heard_doing(monkeypatch: p
     assert lookout.last_heard("w2") == "last heard of in 'dit 9f 64x96 b2 sp1 s7' (phase backward) of step 7"
     assert lookout.last_heard("w3") == "last heard of idle, after step 7 or in it"
     assert "w1" in lookout.late() and lookout.last_heard("w9") == ""
+
+
+def test_workers_of_a_node_that_ray_drains_leave_and_its_room_is_none(
+    monkeypatch: pytest.MonkeyPatch, draining: set[str]
+) -> None:
+    """As a pod that Kubernetes deletes; Ray ends what still runs there soon."""
+    monitor, listener, outside = Monitor(), Listening(), list[list[str]]()
+    for name, node in (("w1", "stays"), ("w2", "goes"), ("w3", "goes")):
+        monitor.beat(replace(Progress.of_start(name, node=node), activity="idle"))
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr("actors.pool.lookout.free_outside", lambda nodes: outside.append(list(nodes)) or {})
+    pool = Starting(names=["w1", "w2", "w3"])
+    pool.shunned = ("broken",)
+    lookout = Lookout(CONFIG, pool, Handle(collect=monitor.collect), listener.on_event)
+    assert not any(isinstance(event, LeaveNotice) for event in lookout.look())
+    draining.add("goes")
+    leaves = [LeaveNotice(worker=2), LeaveNotice(worker=3)]
+    assert [event for event in lookout.look() if isinstance(event, LeaveNotice)] == leaves
+    assert not any(isinstance(event, LeaveNotice) for event in lookout.look()), "it is told once"
+    assert listener.kinds == [WorkerLeaving] * 2 and outside == [["broken"], *[["broken", "goes"]] * 2]
 
 
 def test_slow_links_between_members_are_reported_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:

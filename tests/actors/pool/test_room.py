@@ -103,7 +103,7 @@ def shared_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Cluster:
-    """Of all tests, once the actors of the one before, which nobody refers to any more, have ended."""
+    """That of all tests here, once actors of the one before, to which nobody refers any more, have ended."""
     deadline = time.monotonic() + 60
     while free_outside([]).get("CPU") != 4:
         assert time.monotonic() < deadline, free_outside([])

@@ -89,6 +89,7 @@ class Loading:
 def test_a_worker_with_other_weights_does_not_join_a_run_that_has_taken_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on with those that it has. Before the first step nobody knows whose are the right ones."""
     monkeypatch.setattr("actors.pool.lookout.free_outside", lambda nodes: {})
+    monkeypatch.setattr("actors.pool.lookout.draining_nodes", frozenset)
     monkeypatch.setattr("actors.pool.lookout.get", lambda report, timeout: report)
     pool, listener = Loading(info("w0", vae="1", text="2"), info("w1", vae="1")), Listening()
     lookout = Lookout(
