@@ -194,6 +194,7 @@ def test_a_first_frame_that_is_given_is_another_loss() -> None:
         ("wan", "independent", 0.0),
         ("ltx", "rising", 0.5),
         ("skyreels", "rising", 0.5),
+        pytest.param("ltx2", "independent", 0.0, marks=pytest.mark.long),
         pytest.param("wan", "rising", 0.5, marks=pytest.mark.long),
         pytest.param("ltx", "independent", 0.0, marks=pytest.mark.long),
         pytest.param("skyreels", "independent", 0.0, marks=pytest.mark.long),
