@@ -57,6 +57,8 @@ from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
+_AT_A_TIME = 100_000  # calls of a gate, of which two windows of decode tasks wait; Ray alone serves 1,000
+
 StepShare = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
 
 
@@ -243,7 +245,8 @@ def _settled(config: EngineConfig) -> EngineConfig:
 
 def _start_gate() -> GateHandle:
     actor: Any = ray.remote(Gate)  # its type says nothing of options and methods
-    handle: GateHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote()
+    placed = {"num_cpus": 0, "scheduling_strategy": beside_me()}
+    handle: GateHandle = actor.options(**placed, max_concurrency=_AT_A_TIME).remote()
     return handle
 
 

@@ -29,7 +29,8 @@ from data.dataset.order_state import BatchSizes
 from data.decode import decode_job
 from data.engines.blocks import as_batch
 from data.engines.executions import GROWING, KEPT, growing
-from data.engines.ray_data import RayEngine
+from data.engines.placement import kill
+from data.engines.ray_data import RayEngine, _start_gate
 from data.errors import DataIOError
 from data.ledger import Reason
 from data.types import Batch, DataItem
@@ -195,6 +196,16 @@ def decode_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.long
+def test_a_gate_before_which_a_thousand_tasks_wait_is_opened(cluster: None) -> None:
+    """By itself Ray serves 1,000 calls of an actor at a time: windows of hundreds of decode workers filled it, and no
+    call that lets them in came to its turn."""
+    gate = _start_gate()
+    waiting = [gate.begin.remote(number, f"s{number}.0") for number in range(1001)]
+    gate.open.remote(len(waiting), [])
+    assert ray.get(waiting, timeout=60) == [(0, True)] * len(waiting)
+    kill(gate)
+
+
 def test_killed_decode_workers_change_no_pixel(cluster: None, clips: Path) -> None:
     engine = RayEngine(dataset(clips, decoder="slow_decoder:decode", window=64))
     engine.start(0)
