@@ -149,7 +149,13 @@ class Cache:
         self.why_not = ""  # the last entry that was not written
 
     def has(self, kind: EntryKind, key: str) -> bool:
-        return self._path(kind, key).is_file()
+        """Whether an entry is there; one that storage says nothing of is not, as `get` could not read it either."""
+        path = self._path(kind, key)
+        try:
+            return path.is_file()
+        except OSError as error:
+            log.warning("cache: %s cannot be looked at (%s); it is encoded again", path, error)
+            return False
 
     def get(self, kind: EntryKind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
         """The array, or None: not there, not readable, torn, or not float32 of [one of `rows`, `width`] where that is

@@ -309,6 +309,24 @@ def test_a_mark_says_why_there_is_no_entry_until_there_is_one(tmp_path: Path) ->
     assert not len(store.listing("text").bad) and len(store.take("text", other, range(5), 8)) == 4
 
 
+def test_an_entry_that_storage_says_nothing_of_counts_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, key, _ = stored(tmp_path)
+    asked = os.stat
+
+    def stale(path: Any, **how: Any) -> os.stat_result:
+        if key in str(path):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return asked(path, **how)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "stat", stale)
+        assert not store.has("text", key)
+    assert "Stale file handle" in caplog.text
+    assert store.has("text", key)
+
+
 def test_storage_that_fails_is_no_fault_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is not mounted any more would else be a hundred clips that train nothing."""
     monkeypatch.setattr("data.cache.time.sleep", lambda seconds: None)

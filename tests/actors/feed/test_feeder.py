@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -209,6 +211,22 @@ def test_a_text_that_is_damaged_is_encoded_again(make: Callable[[], Feeder]) -> 
     name = cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts[0]
     zero_the_end(cache._path("text", name))
     assert planned(feeder, 0)[0].cached == ("vae",)
+
+
+def test_items_are_encoded_where_the_cache_says_nothing_of_its_entries(
+    make: Callable[[], Feeder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeder = make()
+    cache = fill(feeder, 1)
+    asked = os.stat
+
+    def stale(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(str(cache.root)):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return asked(path, **how)
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert [item.cached for item in planned(feeder, 0)] == [(), ()]
 
 
 def folder(path: Path) -> Path:
