@@ -180,12 +180,14 @@ def decode_clip(clip: Clip, job: DecodeJob, into: np.ndarray | None = None) -> n
     with _open_media(clip, job) as file:
         source: MediaStream = ByteRange(file, clip.offset, clip.size)
         size = file.size if clip.size < 0 else clip.size
-        if size < WHOLE_BELOW_BYTES:
-            source = io.BytesIO(file.pread(clip.offset, size, alone=True))
         try:
+            if size < WHOLE_BELOW_BYTES:
+                source = io.BytesIO(file.pread(clip.offset, size, alone=True))
             return decode_video(source, clip, job, pixels)
         except av.error.FFmpegError as error:
             raise BadSample(Reason.DECODE_ERROR, _short(error), clip.offset) from error
+        except FileNotFoundError as error:  # removed on another machine while it was read here
+            raise _gone(clip.media, clip) from error
 
 
 def _open_media(clip: Clip, job: DecodeJob) -> ReadFile:

@@ -1,7 +1,7 @@
 """Reading by offset from local paths and any PyArrow file system URI, with retries on fresh handles.
 
 An error of the storage is never mistaken for bad data: it is retried, then raised as DataIOError. Only a file that
-does not exist raises FileNotFoundError at once.
+does not exist raises FileNotFoundError at once, and one that may not be read DataIOError.
 """
 
 from __future__ import annotations
@@ -238,6 +238,21 @@ def kept_open() -> Iterator[None]:
         _kept.files.clear()
 
 
+@contextlib.contextmanager
+def _told_of(uri: str) -> Iterator[None]:
+    """What keeps this process from reading a file as DataIOError, and what says that it is gone as FileNotFoundError
+    with its URI: PyArrow's has none, and who opens a path below what is a file now gets NotADirectoryError."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri) from error
+    except PermissionError as error:
+        who, remedy = "with the credentials of this process", "Renew them"
+        if is_local(uri):
+            who, remedy = f"by user {os.geteuid()}", "Give this user the right to read it"
+        raise DataIOError(f"{uri} may not be read {who} ({error.strerror or error}). {remedy}, then resume.") from error
+
+
 class ReadFile:
     """One file opened for reads at offsets. Remote reads go through one cached block. `retries` and `retry_s` are those
     of `retried`; None: as is right for where the file is."""
@@ -249,7 +264,8 @@ class ReadFile:
         self._fd = -1
         self._remote: pa.NativeFile | None = None
         self._block, self._block_start, self._block_bytes = b"", 0, BLOCK_BYTES
-        self.size = retried(f"open {uri}", self._open, retries, retry_s=self._retry_s)
+        with _told_of(uri):
+            self.size = retried(f"open {uri}", self._open, retries, retry_s=self._retry_s)
 
     def pread(self, offset: int, count: int, *, alone: bool = False) -> bytes:
         """The bytes [offset, offset + count), fewer only at the end of the file. `alone`: no read near them follows, so
@@ -308,7 +324,8 @@ class ReadFile:
                 self.close()  # the next attempt must not inherit a half advanced handle
                 raise
 
-        return retried(f"read {self.uri} at {offset}", read, self.retries, retry_s=self._retry_s)
+        with _told_of(self.uri):
+            return retried(f"read {self.uri} at {offset}", read, self.retries, retry_s=self._retry_s)
 
     def _read_block(self, offset: int, count: int, block: int) -> bytes:
         if self._fd < 0 and self._remote is None:

@@ -53,6 +53,7 @@ from data.dataset.every_draw import every_row
 from data.dataset.index import Index, IndexRow
 from data.decode import decode_job
 from data.engines.engine import make_engine
+from data.errors import DataIOError
 from data.ledger import BadSample, Ledger, Reason
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.folders import resolve
@@ -346,6 +347,28 @@ def test_a_unit_that_another_process_has_made_meanwhile_decodes_nothing(
     for plan in plans_of(found):
         answer = made.fill(unit_of(plan, found))
         assert answer.there == tuple(range(len(plan.entries))) and not answer.kept
+
+
+def test_a_shard_that_decoders_may_not_read_leaves_no_mark(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks stay in a cache that others share: the clips would train nothing in their runs."""
+    config = config_of(clips, tmp_path / "cache")
+    found, made = looked(config), worker_of(config)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "opened = os.open\n"
+        "def denied(path, *how, **given):\n"
+        "    if str(path).endswith('.tar'):\n"
+        "        raise PermissionError(13, 'Permission denied', path)\n"
+        "    return opened(path, *how, **given)\n"
+        "os.open = denied\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    plan = next(plan for plan in plans_of(found) if plan.entries[0].kind == "latents")
+    with pytest.raises(DataIOError, match="may not be read by user"):
+        made.fill(unit_of(plan, found))
+    assert not len(found.cache.cache.listing("latents").bad)
 
 
 def test_a_worker_whose_folder_is_another_one_says_so(clips: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
+import errno
 import io
+import os
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -485,6 +487,52 @@ def test_a_vanished_file_is_one_sample_and_a_vanished_shard_stops_the_run(tmp_pa
     assert reason_of(clip(gone, 9), job(bucket=Bucket(9, 64, 96))) is Reason.FILE_MISSING
     with pytest.raises(DataIOError, match="gone since it was indexed"):
         decode_clip(clip(gone, 9, shard=str(gone)), job(bucket=Bucket(9, 64, 96)))
+
+
+@pytest.mark.parametrize(("shard", "raised"), [("shard", BadSample), ("", DataIOError)], ids=["file", "shard"])
+def test_what_is_removed_while_it_is_read_is_gone(
+    steady: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str, raised: type[Exception]
+) -> None:
+    """On another machine: the server of the files knows the open one no more."""
+    copy = tmp_path / "copy.mp4"
+    copy.write_bytes(steady.read_bytes())
+
+    def stale(*given: object) -> bytes:
+        copy.unlink(missing_ok=True)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "pread", stale)
+    monkeypatch.setattr("data.storage.time.sleep", lambda seconds: None)
+    with pytest.raises(raised, match=r"copy\.mp4 is gone since it was indexed"):
+        decode_clip(clip(copy, 72, shard=shard or str(copy)), job(bucket=Bucket(9, 64, 96)))
+
+
+@pytest.mark.parametrize("refused", ["c.mp4", "c.png", "c.txt", "s.tar"])
+def test_a_file_that_may_not_be_read_is_named_and_is_no_fault_of_its_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    suffix, image = ("png", True) if refused == "c.png" else ("mp4", False)
+    media = tmp_path / (refused if refused == "s.tar" else f"c.{suffix}")
+    media.write_bytes(making.picture() if image else making.clip())
+    (tmp_path / "c.txt").write_text("a circle")
+    one = clip(
+        media,
+        1 if image else 9,
+        suffix=suffix,
+        image=image,
+        captions=(CaptionRef(path=str(tmp_path / "c.txt"), size=8),),
+    )
+    one = replace(one, shard=str(media) if refused == "s.tar" else "folder")
+    opened = os.open
+
+    def denied(path: str, *how: int) -> int:
+        if path.endswith(refused):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, *how)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(DataIOError, match=rf"{refused} may not be read by user \d+ \(Permission denied\). Give"):
+        decode_job(job(one, bucket=Bucket(1, 64, 96)))
 
 
 @pytest.mark.parametrize("other", [-1, 1], ids=["shorter", "longer"])

@@ -36,6 +36,8 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (errno.EKEYEXPIRED, [1.0, 2.0, 4.0, 8.0], DataUnreachable),
         (errno.ELOOP, [0.05, 0.1, 0.2, 0.4], DataIOError),
         (errno.ENOENT, [], FileNotFoundError),
+        (errno.ENOTDIR, [], FileNotFoundError),
+        (errno.EACCES, [], DataIOError),
     ],
 )
 def test_a_file_server_that_does_not_answer_has_seconds_as_a_service_has(
