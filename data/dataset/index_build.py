@@ -151,7 +151,19 @@ def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, IndexPart, Path]],
 
 
 def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None:
+    """Raises DataIOError for what the data lack, OSError for the folder of the index."""
     source, limits, part, file = job
+    try:
+        _write_part(source, limits, part, file)
+    except OSError as error:
+        if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(file.parent):
+            raise
+        raise DataIOError(
+            f"index of {part.uri}: {error}. Restore it or let this user read it, then index again."
+        ) from error
+
+
+def _write_part(source: SourceConfig, limits: LimitsConfig, part: IndexPart, file: Path) -> None:
     reader = reader_of(source, limits)
     writer = PartWriter(file, part, reader.score_names(part))
     try:

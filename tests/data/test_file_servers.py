@@ -134,6 +134,27 @@ def test_an_index_whose_folder_does_not_answer_once_opens(
         index_of(tmp_path / "0.tar", tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("0.tar", errno.ENOENT, r"index of \S+0\.tar: .*0\.tar'\. Restore it"),
+        ("0.tar", errno.EACCES, r"0\.tar may not be read by user"),
+        ("b.mp4", errno.EACCES, r"b\.mp4 may not be read by user"),
+    ],
+)
+def test_what_cannot_be_indexed_is_named_and_not_the_folder_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, says: str
+) -> None:
+    (tmp_path / "0.tar").write_bytes(shard([*good(2)]))
+    (tmp_path / "b.mp4").write_bytes(b"")
+    (tmp_path / "b.txt").write_text("a clip")
+    monkeypatch.setattr(os, "open", refusing(os.open, code, tmp_path / name))
+    path, kind = (tmp_path / "0.tar", "webdataset") if name == "0.tar" else (tmp_path, "pairs")
+    with pytest.raises(DataIOError, match=says) as failed:
+        index_of(path, tmp_path / "cache", kind=kind)
+    assert "data.sources index" not in str(failed.value)
+
+
 @pytest.mark.parametrize("asked", ["listdir", "opened"])
 def test_an_index_that_may_not_be_read_says_what_to_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], asked: str

@@ -429,6 +429,27 @@ def test_file_names_that_are_not_utf8_are_refused(tmp_path):
     assert index.num_ok == 1 and rejected(ledger) == {"unsafe_name": 1}
 
 
+@pytest.mark.parametrize("kind, gone", [("pairs", "c.png"), ("pairs", "c.txt"), ("manifest", "c.png")])
+def test_a_file_that_vanishes_while_its_folder_is_indexed_is_one_sample(tmp_path, monkeypatch, kind, gone):
+    """Downloaders and editors write beside, and rename: the whole set was refused, for want of space on the disk."""
+    for name in "abcd":
+        (tmp_path / f"{name}.png").write_bytes(picture())
+        (tmp_path / f"{name}.txt").write_text("a picture")
+    (tmp_path / "t.csv").write_text("path,caption\n" + "".join(f"{name}.png,a picture\n" for name in "abcd"))
+    read = Catalogue.header
+
+    def header(catalogue: Catalogue, uri: str, ranged: bool = False):
+        if uri.endswith("c.png"):
+            (tmp_path / gone).unlink()
+        return read(catalogue, uri, ranged)
+
+    monkeypatch.setattr(Catalogue, "header", header)
+    index, ledger = index_of(tmp_path if kind == "pairs" else tmp_path / "t.csv", tmp_path / "index", kind=kind)
+    assert (index.num_ok, rejected(ledger)) == (3, {"file_missing": 1})
+    (row,) = [row for row in map(index.row, range(len(index))) if row.reject]
+    assert row.detail == f"{tmp_path / gone} was listed, and is gone"
+
+
 def test_several_captions_by_policy(tmp_path):
     from tests.data.making import sample
 
