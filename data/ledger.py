@@ -13,9 +13,11 @@ Data faults are properties of the bytes, the same on every try. I/O faults are n
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -271,10 +273,11 @@ class Ledger:
 
     def __init__(self, limits: LimitsConfig | None = None, path: str | Path | None = None) -> None:
         """`path`: where bad.jsonl is appended; without it faults are only counted. A resumed run counts the faults of
-        its index again, but the file lists them already."""
+        its index again, but the file lists them already, or the first of them where the start before was killed."""
         self.limits = limits or LimitsConfig()
         self.path = Path(path) if path else None
-        self._resumed = self.path is not None and self.path.exists() and self.path.stat().st_size > 0
+        resumed = self.path is not None and self.path.exists() and self.path.stat().st_size > 0
+        self._listed = _whole_lines(self.path) if self.path is not None and resumed else None  # by an earlier start
         self.sources: defaultdict[int, SourceCounts] = defaultdict(SourceCounts)
         self.shard_faults: Counter[Reason] = Counter()
         self.notes: Counter[Reason] = Counter()
@@ -351,8 +354,7 @@ class Ledger:
         """A member that belongs to no sample; listed, without effect on any limit."""
         with self._lock:
             self.notes[fault.reason] += 1
-            if not self._resumed:
-                self._write(fault)
+            self._write_once(fault)
 
     def record(self, fault: Fault) -> None:
         """File a fault of the index where its severity says."""
@@ -500,12 +502,26 @@ class Ledger:
     def _record(self, fault: Fault) -> None:
         if fault.reason.severity in (Severity.SAMPLE, Severity.SHARD):
             self.sources[fault.source].last = self.last = fault
-        if not self._resumed:
-            self._write(fault)
+        self._write_once(fault)
+
+    def _write_once(self, fault: Fault) -> None:
+        """A line for a fault of the index, unless an earlier start has listed it. Each start finds them in one order: a
+        list that ends among them is of one that was killed, and one that goes on with something else has them all."""
+        if self._listed is not None:
+            try:
+                line = next(self._listed, None)
+            except OSError as error:
+                raise DataIOError(f"the list of faults {self.path} cannot be read: {error}.") from error
+            if line is not None:
+                if line != _line_of(fault):
+                    self._listed = itertools.repeat(line)
+                return
+            self._listed = None
+        self._write(fault)
 
     def _write(self, fault: Fault, most_late: int = 0) -> None:
         """A line of bad.jsonl. As many as `most_late` may wait for a disk that is full for a while."""
-        self._late.append(json.dumps(fault.to_json(), ensure_ascii=True))
+        self._late.append(_line_of(fault))
         self._list(most_late)
 
     def _list(self, most_late: int) -> None:
@@ -523,6 +539,18 @@ class Ledger:
                 f"the list of faults {self.path} cannot be written: {error}. Free space, or name another "
                 f"folder; no fault goes unlisted."
             ) from error
+
+
+def _line_of(fault: Fault) -> str:
+    return json.dumps(fault.to_json(), ensure_ascii=True)
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """The lines of a file but for the last one where only a part of it was written: what is added takes its place."""
+    with path.open(encoding="ascii", errors="replace", newline="\n") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line[:-1]
 
 
 def _plain(counts: Counter[Reason]) -> dict[str, int]:

@@ -146,6 +146,38 @@ def test_list_of_faults_has_a_line_for_each_and_is_not_repeated_on_resume(tmp_pa
     assert lines[0].keys() == {"shard", "key", "offset", "reason", "detail"}
 
 
+@pytest.mark.parametrize("there", [2.0, 2.5, 5.0], ids=["lines", "a half", "all"])
+def test_a_list_that_ended_among_the_faults_of_the_index_is_gone_on_with(tmp_path, there):
+    """The start before was killed, or its disk was full; each start after it left the others out for ever."""
+    path, faults = tmp_path / "bad.jsonl", [fault(Reason.NO_CAPTION, key=f"k{n}") for n in range(4)]
+    faults.append(fault(Reason.LINK_MEMBER))
+    ledger = Ledger(path=path)
+    for one in faults:
+        ledger.record(one)
+    ledger.close()
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join(lines[: int(there)]) + (lines[2][:20] if there % 1 else ""))
+    for _ in range(2):
+        ledger = Ledger(path=path)
+        for one in faults:
+            ledger.record(one)
+        ledger.close()
+        assert path.read_text() == whole
+
+
+def test_faults_of_an_index_that_was_made_anew_are_not_listed_behind_draws(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    for draw, keys in enumerate((["a", "b"], ["a", "b", "c"], ["b", "c", "d"])):
+        ledger = Ledger(path=path)
+        for key in keys:
+            ledger.record(fault(Reason.NO_CAPTION, key=key))
+        ledger.schedule(1)
+        ledger.skip(fault(Reason.DECODE_ERROR, key=str(draw)))
+        ledger.close()
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["a", "b", "0", "1", "2"]
+
+
 def test_bad_draws_on_a_disk_that_is_full_for_a_while_are_listed_later(tmp_path, monkeypatch):
     write, full = os.write, [True]
 
