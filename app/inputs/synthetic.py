@@ -51,4 +51,8 @@ def make_missing(sources: Iterable[SourceConfig]) -> None:
     for source in sources:
         shards = Path(source.path.partition("/shards/")[0]) / "shards"
         if source.synthetic and not shards.exists():
-            synth(shards.parent)
+            try:
+                synth(shards.parent)
+            except ValueError:
+                if not shards.exists():  # else another start has made it meanwhile
+                    raise

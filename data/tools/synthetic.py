@@ -12,11 +12,15 @@ files that differ from run to run, and colours are written straight into YUV pla
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import math
 import shutil
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +50,10 @@ KOALA_COLUMNS = (
     "motion_score",
     "video_training_suitability_score",
 )
+KOALA_TABLE = "Koala_36M_1.csv"
+CLIPS_OF_A_VIDEO = 4
+_PART = ".synthetic-part-"  # begins the name of the folder in which a process makes a set
+_ABANDONED_S = 86400.0  # without a change to what is in it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,44 +115,83 @@ class Scene:
 def synthesize(folder: Path, config: SynthConfig) -> dict[str, object]:
     """Write the dataset into `folder`. Returns a summary: paths, counts and bytes. Raises ValueError if it has one.
 
-    It is built in folders named `*.part` and renamed, shards/ last: where that is, the whole set is.
+    It is built in a hidden folder of its own and renamed, shards/ last: where that is, the whole set is. Another
+    process may make the same set at the same time; of what both have made the first stays.
     """
     import webdataset  # the writer users' own tools have; it imports torch, so not at module load
 
     shards, table = folder / "shards", folder / "koala"
-    wanted = [table, shards] if config.koala else [shards]
-    for path in wanted:
-        if path.exists() and any(path.iterdir()):
-            raise ValueError(f"{path} is not empty. Choose another folder or remove it.")
-        shutil.rmtree(_part(path), ignore_errors=True)  # of a process that was ended
-    _part(shards).mkdir(parents=True)
     scenes = list(make_scenes(config))
-    koala: list[tuple[Scene, bytes]] = []
-    for shard in range(config.shards):
-        chosen = scenes[shard :: config.shards]
-        file = str(_part(shards) / f"{shard:05d}.tar")
-        with webdataset.TarWriter(file, user="heddle", group="heddle", mtime=0) as writer:
-            for position, scene in enumerate(chosen):
-                media = encode(scene, config.stable)
-                writer.write(_members(f"{shard:05d}{position:04d}", scene, media))
-                if scene.fps and config.koala:
-                    koala.append((scene, media))
-    if config.koala:
-        _write_koala(_part(table), sorted(koala, key=lambda pair: pair[0].number), config.seed)
-    for path in wanted:
-        _part(path).rename(path)
+    videos = [scene for scene in scenes if scene.fps] if config.koala else []
+    if _holds_something(shards):
+        raise _not_empty(shards)
+    if config.koala and _holds_something(table) and not _is_of(table, videos, config.seed):
+        raise _not_empty(table)
+    folder.mkdir(parents=True, exist_ok=True)
+    _clear_up(folder)
+    part = folder / f"{_PART}{uuid.uuid4().hex[:12]}"
+    try:
+        (part / shards.name).mkdir(parents=True)
+        koala: dict[int, bytes] = {}
+        for shard in range(config.shards):
+            file = str(part / shards.name / f"{shard:05d}.tar")
+            with webdataset.TarWriter(file, user="heddle", group="heddle", mtime=0) as writer:
+                for position, scene in enumerate(scenes[shard :: config.shards]):
+                    media = encode(scene, config.stable)
+                    writer.write(_members(f"{shard:05d}{position:04d}", scene, media))
+                    if scene.fps and config.koala:
+                        koala[scene.number] = media
+        if config.koala:
+            _write_koala(part / table.name, [(scene, koala[scene.number]) for scene in videos], config.seed)
+            _rename(part / table.name, table)
+        _rename(part / shards.name, shards)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     size = sum(path.stat().st_size for path in shards.iterdir())
     return {
         "shards": str(shards / f"{{00000..{config.shards - 1:05d}}}.tar"),
         "clips": config.clips,
         "images": config.images,
         "bytes": size,
-        "koala": str(table / "Koala_36M_1.csv") if config.koala else "",
+        "koala": str(table / KOALA_TABLE) if config.koala else "",
     }
 
 
-def _part(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.part")
+def _holds_something(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())
+
+
+def _not_empty(folder: Path) -> ValueError:
+    return ValueError(f"{folder} is not empty. Choose another folder or remove it.")
+
+
+def _is_of(table: Path, scenes: Sequence[Scene], seed: int) -> bool:
+    """Whether a koala/ is that of these scenes, of a process that ended before it renamed shards/."""
+    file = table / KOALA_TABLE
+    return file.is_file() and file.read_bytes() == _koala_table(scenes, seed)
+
+
+def _rename(made: Path, place: Path) -> None:
+    """What is there already stays where it is the same. Raises ValueError where it is not."""
+    try:
+        made.rename(place)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if _sizes(made) != _sizes(place):
+            raise _not_empty(place) from error
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def _clear_up(folder: Path) -> None:
+    """Remove what processes that were killed have left: one that lives has written something since."""
+    for part in folder.glob(f"{_PART}*"):
+        with suppress(OSError):  # its process removes it at this moment
+            if time.time() - max(path.stat().st_mtime for path in (part, *part.rglob("*"))) > _ABANDONED_S:
+                shutil.rmtree(part, ignore_errors=True)
 
 
 def make_scenes(config: SynthConfig) -> Iterator[Scene]:
@@ -273,27 +320,38 @@ def _members(key: str, scene: Scene, media: bytes) -> dict[str, object]:
     }
 
 
-def _write_koala(folder: Path, clips: list[tuple[Scene, bytes]], seed: int) -> None:
-    """Rows as Koala-36M publishes them, several clips of each pretended source video, and one file per clip."""
-    (folder / "videos").mkdir(parents=True, exist_ok=True)
-    with (folder / "Koala_36M_1.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(KOALA_COLUMNS)
-        for position, (scene, media) in enumerate(clips):
-            source, clip = divmod(position, 4)
-            name = _youtube_id(seed, source)
-            start = 5.3 * clip
-            end = start + scene.frames / scene.fps
-            table.writerow(
-                [
-                    f"{name}_{clip}",
-                    f"https://www.youtube.com/watch?v={name}",
-                    f"['{_clock(start)}', '{_clock(end)}']",
-                    _long_caption(scene),
-                    *(scene.scores[column] for column in KOALA_COLUMNS[4:]),
-                ]
-            )
-            (folder / "videos" / f"{name}_{clip}.mp4").write_bytes(media)
+def _write_koala(folder: Path, clips: Sequence[tuple[Scene, bytes]], seed: int) -> None:
+    """The table, and one file per clip."""
+    (folder / "videos").mkdir(parents=True)
+    (folder / KOALA_TABLE).write_bytes(_koala_table([scene for scene, _ in clips], seed))
+    for position, (_, media) in enumerate(clips):
+        (folder / "videos" / f"{_video_id(seed, position)}.mp4").write_bytes(media)
+
+
+def _koala_table(scenes: Sequence[Scene], seed: int) -> bytes:
+    """Rows as Koala-36M publishes them, several clips of each pretended source video."""
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(KOALA_COLUMNS)
+    for position, scene in enumerate(scenes):
+        source, clip = divmod(position, CLIPS_OF_A_VIDEO)
+        start = 5.3 * clip
+        end = start + scene.frames / scene.fps
+        table.writerow(
+            [
+                _video_id(seed, position),
+                f"https://www.youtube.com/watch?v={_youtube_id(seed, source)}",
+                f"['{_clock(start)}', '{_clock(end)}']",
+                _long_caption(scene),
+                *(scene.scores[column] for column in KOALA_COLUMNS[4:]),
+            ]
+        )
+    return text.getvalue().encode()
+
+
+def _video_id(seed: int, position: int) -> str:
+    source, clip = divmod(position, CLIPS_OF_A_VIDEO)
+    return f"{_youtube_id(seed, source)}_{clip}"
 
 
 def _youtube_id(seed: int, number: int) -> str:

@@ -894,6 +894,20 @@ def test_a_missing_synthetic_set_is_made_where_its_shards_are_sought(
         SourceConfig(path="elsewhere", synthetic=True)
 
 
+def test_a_synthetic_set_that_another_start_has_made_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path) -> None:
+        if folder.name == "set":
+            (folder / "shards").mkdir(parents=True)
+        raise ValueError(f"{folder} is not empty")
+
+    monkeypatch.setattr("app.inputs.synthetic.synth", refused)
+    make_missing([SourceConfig(path=f"{tmp_path}/set/shards/{{00000..00003}}.tar", synthetic=True)])
+    with pytest.raises(ValueError, match="not empty"):
+        make_missing([SourceConfig(path=f"{tmp_path}/other/shards/{{00000..00003}}.tar", synthetic=True)])
+
+
 def test_an_interrupted_synthetic_set_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data.tools import synthetic
 

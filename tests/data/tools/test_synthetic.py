@@ -1,6 +1,9 @@
 import csv
 import io
 import json
+import os
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,19 @@ import numpy as np
 import pytest
 import webdataset
 
-from data.tools.synthetic import COLORS, DIRECTIONS, KOALA_COLUMNS, SynthConfig, encode, make_scenes, mask, synthesize
+from data.tools import synthetic
+from data.tools.synthetic import (
+    COLORS,
+    DIRECTIONS,
+    KOALA_COLUMNS,
+    KOALA_TABLE,
+    Scene,
+    SynthConfig,
+    encode,
+    make_scenes,
+    mask,
+    synthesize,
+)
 
 CONFIG = SynthConfig(clips=48, images=12, shards=3, seed=1, frames=(9, 17, 21))
 
@@ -81,6 +96,49 @@ def test_the_koala_table_has_its_columns_and_one_file_per_row(clips: Path) -> No
 def test_a_folder_with_shards_is_not_overwritten(clips: Path) -> None:
     with pytest.raises(ValueError, match="not empty"):
         synthesize(clips, CONFIG)
+
+
+def test_two_processes_that_make_a_set_at_once_have_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each removed what the other had begun, and one shard of several stayed as the set. Here one begins and ends while
+    the other makes its second shard."""
+    config = replace(CONFIG, clips=6, images=3, frames=(5,))
+    synthesize(tmp_path / "alone", config)
+    made: list[dict[str, object]] = []
+
+    def encoded(scene: Scene, stable: bool = True) -> bytes:
+        if scene.number == 1 and not made:
+            made.append({})
+            made.append(synthesize(tmp_path / "set", config))
+        return encode(scene, stable)
+
+    monkeypatch.setattr(synthetic, "encode", encoded)
+    assert synthesize(tmp_path / "set", config) == made[1]
+    files = [path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*") if path.is_file()]
+    assert sorted(path.name for path in (tmp_path / "set").iterdir()) == ["koala", "shards"]
+    for file in files:
+        assert (tmp_path / "set" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
+
+
+def test_a_set_of_a_process_that_was_killed_before_its_shards_had_their_name_is_made_whole(tmp_path: Path) -> None:
+    config = replace(CONFIG, clips=3, images=1, shards=1, frames=(5,))
+    synthesize(tmp_path, config)
+    shutil.rmtree(tmp_path / "shards")
+    with pytest.raises(ValueError, match="koala is not empty"):
+        synthesize(tmp_path, replace(config, seed=2))
+    table = (tmp_path / "koala" / KOALA_TABLE).stat()
+    synthesize(tmp_path, config)
+    assert len(samples(tmp_path)) == 4
+    assert (tmp_path / "koala" / KOALA_TABLE).stat() == table, "nothing of it is removed: it might be somebody's own"
+
+
+def test_what_a_killed_process_has_left_goes_a_day_later(tmp_path: Path) -> None:
+    for name, age_s in (("later", 2 * 86400), ("now", 0)):
+        (tmp_path / f".synthetic-part-{name}").mkdir()
+        os.utime(tmp_path / f".synthetic-part-{name}", (time.time() - age_s,) * 2)
+    synthesize(tmp_path, replace(CONFIG, clips=1, images=0, shards=1, frames=(5,), koala=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".synthetic-part-now", "shards"]
 
 
 def test_nothing_to_make_is_an_error() -> None:
