@@ -82,7 +82,7 @@ class Catalogue:
             self._by_stem.setdefault(stem, file)
         self._path_in_parts, self._stem_in_parts = _in_parts(self._by_path), _in_parts(self._by_stem)
         # of before such names met others it said nothing of them: what was read then is read again
-        self.fingerprint = digest.hexdigest() + ("|in parts" if self._path_in_parts else "")
+        self.fingerprint = digest.hexdigest() + ("|in parts" if self.in_parts else "")
         # number of media in folders outside of the root, and their digest; None where storage refuses to list them
         self._outside: dict[str, tuple[int, str] | None] = {}
         self._named: Counter[str] = Counter()  # how many files of such a folder were asked for
@@ -91,6 +91,11 @@ class Catalogue:
 
     def __len__(self) -> int:
         return len(self._by_path)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a file has a name that is not composed."""
+        return bool(self._path_in_parts)
 
     def files(self) -> dict[str, FileStat]:
         """The files by path relative to the root, in order."""

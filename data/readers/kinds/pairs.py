@@ -38,6 +38,7 @@ from data.storage import FileStat, read_range
 CAPTION_SUFFIXES = ("txt", "caption")
 SUFFIXES = media.MEDIA_SUFFIXES | {*CAPTION_SUFFIXES, "json"}
 RESERVED = frozenset(SCHEMA.names)
+OWN_FIRST = "|by video, own captions first"  # of the fingerprint of a folder
 
 Beside = Mapping[str, Mapping[str, FileStat]]  # captions by the name before their last suffix, then by that
 
@@ -214,7 +215,7 @@ def _beside(catalogue: Catalogue) -> Beside:
     for name, file in catalogue.files().items():
         if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
             beside.setdefault(_stem(name), {})[media.suffix_of(name)] = file
-    if all(map(str.isascii, beside)):
+    if not catalogue.in_parts or all(map(str.isascii, beside)):
         return beside
     clips = [name for name in catalogue.files() if media.suffix_of(name) in media.MEDIA_SUFFIXES]
     called = dict.fromkeys((*map(_stem, clips), *clips))
@@ -276,15 +277,24 @@ def _ambiguous(catalogue: Catalogue, captions: frozenset[str]) -> str:
     """Not empty for a folder with several media of a name, or with captions that a whole name may give: they were read
     otherwise once, and are read again. `captions`: suffixes of files that are captions. Reads none of them: those who
     open an index do not wait for that."""
+    clips, texts = list[str](), set[str]()
+    for name in catalogue.files():
+        if media.suffix_of(name) in media.MEDIA_SUFFIXES:
+            clips.append(name)
+        else:
+            texts.add(_stem(name))
+    stems = {*map(_stem, clips)}
+    if len(stems) < len(clips) or not stems.isdisjoint(clips):
+        return OWN_FIRST
+    if texts.isdisjoint(clips) and not catalogue.in_parts:
+        return ""  # as nearly all are, in half the time
     beside = _beside(catalogue)
 
-    def is_plain(one: _Medium) -> bool:
-        stem = _stem(one.name)
-        of_stem, of_name = beside.get(stem, {}).keys(), beside.get(one.name, {}).keys()
-        decided = not of_name or (captions.isdisjoint(of_name) and not captions.isdisjoint(of_stem))
-        return one.key == stem == one.texts[0] and decided
+    def is_decided(name: str) -> bool:
+        of_stem, of_name = beside.get(_stem(name), {}).keys(), beside.get(name, {}).keys()
+        return not of_name or (captions.isdisjoint(of_name) and not captions.isdisjoint(of_stem))
 
-    return "" if all(map(is_plain, _media(catalogue, ()))) else "|by video, own captions first"
+    return "" if all(map(is_decided, clips)) else OWN_FIRST
 
 
 READER = PairsReader
