@@ -281,8 +281,9 @@ class RunState:
                 version = Origin(
                     step=step, generation=done.running.generation, keepers=tuple(self.keepers.in_use().values())
                 )
+                meta = self._meta(step)
                 self.disk.make_way(step)
-                self.writer.save(version, self._meta(step))
+                self.writer.save(version, meta)
         self._pace(done)
         self._tell_forecast()
         self.writer.poll()
@@ -379,8 +380,11 @@ class RunState:
         if not self._silent:  # who has not answered holds nothing newer that counts
             self._counted = min(self._counted, commits.wanted)
         step, found = recovery.step, recovery.origin
-        if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(step)):
-            return step
+        if found is not None and found.checkpoint is None:
+            meta = self._meta(step)
+            self.disk.make_way(step)
+            if self.writer.save_origin(found, meta):
+                return step
         self.writer.wait()
         return step if step <= self.disk.newest_step(until) else -1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,29 @@ def test_what_was_not_moved_aside_by_the_time_that_its_step_is_written_is_the_ru
         state.open(None, 5, [info("w0", "a", 1)])
         state.disk.make_way(9)
     assert state.step_on_disk() == 9
+
+
+def test_the_last_state_that_is_written_at_a_step_that_was_passed_over_is_the_runs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ended at the very step of a checkpoint that storage did not give, and which was not moved aside yet: what
+    it had just written was."""
+    write_checkpoint(tmp_path, 299, {})
+    write_checkpoint(tmp_path, 350, {"from": "before"})
+
+    def write(step: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(checkpoint.step_folder(root_of(tmp_path), step), ignore_errors=True)  # as it was torn, for one
+        write_checkpoint(tmp_path, step, {"from": "now"})
+
+    keepers = KeepersHere(Standing(committed=-1), a=[held(350)])
+    state = state_of(tmp_path, keepers=keepers, writer=Writing(write), model=MODEL)
+    withhold(monkeypatch, checkpoint.step_folder(root_of(tmp_path), 350))
+    state.first((340, 3))
+    state.open(Origin(step=299, checkpoint="step-299"), 5, [info("w0", "a", 1)])
+    state.forget_first()
+    assert state.keep_last((), CommitLog(committed=350)) == 350 == state.step_on_disk(350)
+    assert state.free_memory(350) and state.data_token(350) == {"from": "now"}
 
 
 def test_a_checkpoint_after_the_newest_line_of_metrics_is_used_where_there_is_no_other(tmp_path: Path) -> None:
