@@ -520,7 +520,7 @@ class Membership:
 
     def _wait(self, have: int, now: float, why: str) -> None:
         on_their_way = self._loading if why else have + self._loading >= self._limits.min
-        if self._state != "waiting":
+        if self._waiting_since is None:
             self._unanswered = 0
         if self._waiting_since is None or (on_their_way and not self._unanswered):
             self._waiting_since = now  # those that load for too long are given up elsewhere

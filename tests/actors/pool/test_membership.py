@@ -489,11 +489,16 @@ def test_single_workers_that_storage_fails_end_no_run_while_enough_load() -> Non
         assert of(Failure, pool.see_at_once(UNANSWERED, Loading(count=3), after=5)) == []
 
 
-def test_what_storage_did_before_a_wait_is_none_of_it() -> None:
-    """Ten hours later its patience ran while a lost worker's successor loaded, which failed for another reason."""
+@pytest.mark.parametrize(
+    "ends",
+    [(Death(worker=1), RecoveredWorker(worker=0)), (LeaveNotice(worker=1, reason="preempted"), Boundary(step=5))],
+    ids=["a worker is lost", "a worker leaves"],
+)
+def test_what_storage_did_before_a_wait_is_none_of_it(ends: tuple[Event, ...]) -> None:
+    """Ten hours later its patience ran while a worker's successor loaded, which failed for another reason."""
     pool = Pool().run(0, 1)
     pool.see(UNANSWERED)
-    pool.see(Death(worker=1), RecoveredWorker(worker=0), after=36_000)
+    pool.see(*ends, after=36_000)
     assert of(Failure, pool.see(Loading(count=1), Tick(), after=90)) == []
     assert of(Failure, pool.see(Tick(), after=90)) == []
     assert of(Failure, pool.see(Loading(count=0), Tick(), after=1)) == [], "its patience is whole"
