@@ -96,10 +96,9 @@ def begin(folder: Path) -> bool:
             return False
     except PermissionError as error:
         log.warning("%s: %s", folder, error)
-    if folder.exists():
+    if os.path.lexists(folder):
         log.warning("%s: removing a checkpoint that is incomplete, damaged or not to be read", folder)
-        (folder / COMPLETE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        _remove(folder)
     folder.mkdir(parents=True)
     _sync_folder(folder.parent)
     return True
@@ -565,11 +564,19 @@ def remove_torn(folder: Path) -> None:
             _try_to_remove(folder)
 
 
-def _try_to_remove(folder: Path) -> bool:
+def _remove(folder: Path) -> None:
+    """Where it was moved to another disk and linked back, the link goes."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     # COMPLETE goes first: a removal that is cut short must not leave something that looks whole.
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _try_to_remove(folder: Path) -> bool:
     try:
-        (folder / COMPLETE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        _remove(folder)
     except OSError as error:  # a file that somebody on NFS still reads, for one
         log.warning("%s could not be removed: %s", folder, error)
         return False

@@ -539,6 +539,22 @@ def test_a_newest_checkpoint_that_is_cut_short_keeps_no_place_of_a_whole_one(tmp
     assert latest(tmp_path) == step_folder(tmp_path, 29)
 
 
+def test_of_a_checkpoint_that_was_moved_to_another_disk_and_linked_back_the_link_goes(tmp_path: Path) -> None:
+    """Its COMPLETE was removed there, through the link, and nothing else."""
+    (archive := tmp_path / "archive").mkdir()
+    for step in (9, 19):
+        shutil.move(write(tmp_path, step), archive)
+        step_folder(tmp_path, step).symlink_to(step_folder(archive, step))
+    shard = next(step_folder(archive, 19).glob("shard-*"))
+    shard.write_bytes(bytes([*shard.read_bytes()[:-1], 1]))
+    linked = step_folder(tmp_path, 19)
+    assert damage(linked) and begin(linked) and not linked.is_symlink(), "the damaged one, whose step is written again"
+    write(tmp_path, 29)
+    assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 9), linked]
+    assert complete(tmp_path) == [step_folder(tmp_path, 29)]
+    assert complete(archive) == [step_folder(archive, 9), step_folder(archive, 19)]
+
+
 def test_a_first_state_that_may_not_be_read_any_more_is_as_one_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
