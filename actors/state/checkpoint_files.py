@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -89,19 +89,29 @@ def step_folder(root: Path, step: int) -> Path:
 
 def begin(folder: Path) -> bool:
     """Make an empty folder for a checkpoint. False when a whole one is already there: nothing is to be written. One
-    that this user may not read is none: a run that had to pass over it, and has come to its step again, writes its own.
+    that this user may not read or not remove is none and is moved aside: a run that had to pass over it, and has come
+    to its step again, writes its own.
     """
     try:
         if is_complete(folder) and not damage(folder):
             return False
+        if os.path.lexists(folder):
+            log.warning("%s: removing an incomplete or damaged checkpoint", folder)
+            _remove(folder)
     except PermissionError as error:
-        log.warning("%s: %s", folder, error)
-    if os.path.lexists(folder):
-        log.warning("%s: removing a checkpoint that is incomplete, damaged or not to be read", folder)
-        _remove(folder)
+        log.warning("%s is moved aside, to %s: %s", folder, put_aside(folder).name, error)
     folder.mkdir(parents=True)
     _sync_folder(folder.parent)
     return True
+
+
+def put_aside(folder: Path) -> Path:
+    """Give it a name by which nobody looks for checkpoints, and return that. It may be of another user: only what it
+    lies in has to be writable."""
+    names = (f"passed-over-{folder.name}{more}" for more in chain([""], (f"-{n}" for n in count(2))))
+    aside = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    folder.rename(aside)
+    return aside
 
 
 def write_shard(folder: Path, shard: ShardState) -> File:

@@ -7,13 +7,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from itertools import chain, count
 from pathlib import Path
 from typing import TypeVar
 
 from actors.outcome import Tell
 from actors.records.events import CheckpointDamaged, CheckpointPassedOver
-from actors.state.checkpoint_files import COMPLETE, Meta, damage, is_complete, load, step_folders
+from actors.state.checkpoint_files import COMPLETE, Meta, damage, is_complete, load, put_aside, step_folders
 from actors.state.checkpoint_writer import root_of, step_of
 from ops.passing import UNREACHABLE
 
@@ -115,10 +114,7 @@ class CheckpointsOnDisk:
         for folder in sorted(self._to_move):
             try:
                 if is_complete(folder) and not self._verdicts.get(_stamp(folder)):
-                    names = (f"passed-over-{folder.name}{more}" for more in chain([""], (f"-{n}" for n in count(2))))
-                    aside = next(path for path in map(folder.with_name, names) if not path.exists())
-                    folder.rename(aside)
-                    why = f"the run goes on from an earlier one; it lies in {aside.name} now"
+                    why = f"the run goes on from an earlier one; it lies in {put_aside(folder).name} now"
                     log.warning("%s is passed over: %s", folder, why)
                     self._tell(CheckpointPassedOver(folder=folder.name, why=why))
             except OSError as error:

@@ -566,18 +566,44 @@ def test_a_first_state_that_may_not_be_read_any_more_is_as_one_that_is_gone(
 
 
 @pytest.mark.parametrize("name", [COMPLETE, "shard-0-1003.safetensors"])
-def test_a_step_whose_checkpoint_may_not_be_read_is_written_anew(
+def test_a_step_whose_checkpoint_may_not_be_read_is_written_anew_and_that_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A run that passed over it and came to its step again wrote none of it, at each attempt."""
-    folder = write(tmp_path, 9, size=1)
+    """A run that passed over it and came to its step again wrote none of it, at each attempt: in a folder of another
+    user nothing can be removed."""
+    folder = write(tmp_path, 9, size=1, of="another user")
     with monkeypatch.context() as another:
         refuse(another, folder / name)
+        lock(another, folder)
         with pytest.raises(PermissionError):
             damage(folder)
         assert begin(folder) and list(folder.iterdir()) == []
     write(tmp_path, 9)
     assert not damage(folder)
+    assert load(tmp_path / "passed-over-step-9")[0]["of"] == "another user" and complete(tmp_path) == [folder]
+
+
+def test_a_torn_attempt_of_another_user_is_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = step_folder(tmp_path, 9)
+    for _ in range(2):
+        begin(folder)
+        write_shard(folder, state())
+        with monkeypatch.context() as another:
+            lock(another, folder)
+            assert begin(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-9", "passed-over-step-9", "passed-over-step-9-2"}
+
+
+def lock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A folder in which this user may remove nothing."""
+    unlink, rmtree = Path.unlink, shutil.rmtree
+
+    def check(path: Path) -> None:
+        if folder in (path, path.parent):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: check(path) or unlink(path, missing_ok))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: check(path) or rmtree(path))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
