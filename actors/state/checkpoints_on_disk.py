@@ -6,13 +6,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from actors.outcome import Tell
 from actors.records.events import CheckpointDamaged, CheckpointPassedOver
-from actors.state.checkpoint_files import COMPLETE, Meta, damage, is_complete, load, put_aside, step_folders
+from actors.state.checkpoint_files import (
+    COMPLETE,
+    Meta,
+    damage,
+    is_complete,
+    load,
+    put_aside,
+    step_folder,
+    step_folders,
+)
 from actors.state.checkpoint_writer import root_of, step_of
 from ops.passing import UNREACHABLE
 
@@ -26,7 +35,7 @@ _LATER = "it is later than the newest line of metrics"
 
 
 class CheckpointsOnDisk:
-    """Those of one run. Each is read once, and what is passed over is said once."""
+    """Those of one run. Each is read once. Why one is passed over is said once, and once more where it lies then."""
 
     def __init__(self, run_dir: Path, tell: Tell) -> None:
         self._root, self._tell = root_of(run_dir), tell
@@ -34,7 +43,9 @@ class CheckpointsOnDisk:
         # Checkpoints that storage has not given for long, and why; of some it has not given the bytes.
         self._withheld: dict[Path, OSError] = {}
         self._unread: set[Path] = set()
-        self._to_move: set[Path] = set()  # those that the run goes on without, and that are not moved aside yet
+        # The run goes on without those of later steps, but for its own: the ones that it has written since, or writes.
+        self._goes_on_after = math.inf
+        self._own: set[int] = set()
 
     @property
     def withheld(self) -> OSError | None:
@@ -45,10 +56,9 @@ class CheckpointsOnDisk:
         """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
         Raises what keeps storage from saying which there are. One whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
-        self._move_aside()
-        folders = [
-            folder for folder in _answer(lambda: step_folders(self._root), deadline) if folder not in self._to_move
-        ]
+        there = _answer(lambda: step_folders(self._root), deadline)
+        self._move_aside(there)
+        folders = [folder for folder in there if not self._goes_on_without(step_of(folder))]
         self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
         self._unread &= self._withheld.keys()
         for folder in reversed(folders):
@@ -95,32 +105,45 @@ class CheckpointsOnDisk:
         """The run goes on after this step: whole checkpoints of later steps, but for those that are being written, are
         moved aside, as soon as storage gives them. When the run comes to such a step it would else take the old one for
         its own."""
+        self._goes_on_after = min(self._goes_on_after, step)
+        self._own = {own for own in self._own if own <= step}.union(writing)
         try:
-            later = [folder for folder in step_folders(self._root) if step_of(folder) > step]
+            self._move_aside(step_folders(self._root))
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
-            return
-        self._to_move.update(folder for folder in later if step_of(folder) not in writing)
-        self._move_aside()
 
     def make_way(self, step: int) -> None:
-        """A checkpoint of this step is about to be written: what lies there afterwards is the run's own."""
-        if any(step_of(folder) == step for folder in self._to_move):
-            self._move_aside()
-            self._to_move = {folder for folder in self._to_move if step_of(folder) != step}
+        """A checkpoint of this step is about to be written: what lies there afterwards is the run's own. What storage
+        does not give is moved unseen: it may be whole, and would be taken for what was to be written."""
+        if self._goes_on_without(step):
+            self._move_aside([step_folder(self._root, step)], unseen=True)
+            self._own.add(step)
 
-    def _move_aside(self) -> None:
-        """Moves what storage gives now. Damaged and incomplete ones stay: they count as none."""
-        for folder in sorted(self._to_move):
+    def _goes_on_without(self, step: int) -> bool:
+        return step > self._goes_on_after and step not in self._own
+
+    def _move_aside(self, folders: Sequence[Path], unseen: bool = False) -> None:
+        """Moves those of them that the run goes on without, as far as storage gives them now. Damaged and incomplete
+        ones stay: they count as none."""
+        for folder in folders:
+            if not self._goes_on_without(step_of(folder)):
+                continue
             try:
-                if is_complete(folder) and not self._verdicts.get(_stamp(folder)):
+                if self._may_count(folder, unseen):
                     why = f"the run goes on from an earlier one; it lies in {put_aside(folder).name} now"
                     log.warning("%s is passed over: %s", folder, why)
                     self._tell(CheckpointPassedOver(folder=folder.name, why=why))
             except OSError as error:
                 log.info("%s is not moved aside yet: %s", folder, error)
-                continue
-            self._to_move.discard(folder)
+
+    def _may_count(self, folder: Path, unseen: bool) -> bool:
+        """Whether it is whole, as far as is known; `unseen`: also where storage does not say."""
+        try:
+            return is_complete(folder) and not self._verdicts.get(_stamp(folder))
+        except OSError:
+            if not unseen:
+                raise
+            return True
 
     def _is_whole(self, folder: Path, deadline: float) -> bool:
         """Whether a checkpoint is complete. One that storage does not give until `deadline` is passed over, and asked

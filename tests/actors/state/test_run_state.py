@@ -185,6 +185,7 @@ def test_a_checkpoint_that_the_run_goes_on_without_is_never_taken_for_its_own(
     assert state.step_on_disk() == 299, "also when storage gives it again"
     kept = [path.name for path in root_of(tmp_path).iterdir()]
     assert sorted(kept) == ["passed-over-step-399", "step-299", "step-320"]
+    state.disk.make_way(399)
     write_checkpoint(tmp_path, 399, {"from": "now"})
     assert state.step_on_disk() == 399 and state.data_token(400) == {"from": "now"}
 
@@ -192,16 +193,51 @@ def test_a_checkpoint_that_the_run_goes_on_without_is_never_taken_for_its_own(
     assert state.step_on_disk() == 299 and (root_of(tmp_path) / "passed-over-step-399-2").is_dir()
 
 
-def test_what_was_not_moved_aside_by_the_time_that_its_step_is_written_is_the_runs_own_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moves", [True, False], ids=["it can be moved", "nothing can"])
+def test_what_is_not_given_by_the_time_that_its_step_is_written_is_moved_unseen_and_the_runs_own_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
-    write_checkpoint(tmp_path, 9, {})
+    """Given again a moment later it was whole, and nothing was written."""
+    folder = write_checkpoint(tmp_path, 9, {"from": "before"})
     state = state_of(tmp_path, model=MODEL)
     with monkeypatch.context() as away:
-        withhold(away, checkpoint.step_folder(root_of(tmp_path), 9))
+        withhold(away, folder)
+        if not moves:
+            away.setattr(Path, "rename", lambda path, target: path.joinpath("COMPLETE", "x").stat())
         state.open(None, 5, [info("w0", "a", 1)])
         state.disk.make_way(9)
+    assert checkpoint.begin(folder) == moves
+    write_checkpoint(tmp_path, 9, {"from": "now"})
     assert state.step_on_disk() == 9
+
+
+def test_what_the_run_goes_on_without_is_moved_when_storage_lists_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One listing that failed as a generation began, and the run took the old one for its own."""
+    for step in (299, 399):
+        write_checkpoint(tmp_path, step, {"from": "before"})
+    state, listed = state_of(tmp_path, model=MODEL), os.listdir
+    assert state.first((350, 3)) == Origin(step=299, checkpoint=str(checkpoint.step_folder(root_of(tmp_path), 299)))
+    with monkeypatch.context() as away:
+
+        def given(folder: Any) -> list[str]:
+            if Path(folder) == root_of(tmp_path):
+                raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+            return listed(folder)
+
+        away.setattr(os, "listdir", given)
+        state.open(Origin(step=299, checkpoint="step-299"), 5, [info("w0", "a", 1)])
+    write_checkpoint(tmp_path, 450, {"from": "an attempt of an earlier controller that becomes whole only now"})
+    state.disk.make_way(399)
+    assert not checkpoint.step_folder(root_of(tmp_path), 399).exists()
+    write_checkpoint(tmp_path, 399, {"from": "now"})
+    assert state.step_on_disk() == 399
+    there = sorted(path.name for path in root_of(tmp_path).iterdir())
+    assert there == ["passed-over-step-399", "passed-over-step-450", "step-299", "step-399"]
+
+    state.open(Origin(step=349, generation=5), 6, [info("w0", "a", 1)])
+    assert state.step_on_disk() == 299, "the run has gone back from its own, too"
 
 
 def test_the_last_state_that_is_written_at_a_step_that_was_passed_over_is_the_runs_own(
