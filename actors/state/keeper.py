@@ -108,6 +108,7 @@ class Keeper:
         self._lender: Lender | None = None
         self._members: tuple[Process, ...] = ()  # workers of this node in the generation, by seat
         self._refused = ""  # why the generation could not begin here
+        self._without_memory = -1  # the newest generation for which there was none
         self._trimming: threading.Thread | None = None
         self._told_long = False  # of a position of the data that is too long
         self._to_trim = False  # ranges have changed, or a bank more than those that take turns was in use
@@ -122,7 +123,16 @@ class Keeper:
             if generation < self._book.generation:
                 return
             if self._memory is None:
-                self._lend(StateMemory.reserve(total))
+                try:
+                    self._lend(StateMemory.reserve(total))
+                except (OSError, MemoryError) as error:  # nobody takes this answer: those hear of it that need it
+                    self._without_memory = max(generation, self._without_memory)
+                    self._refused = (
+                        f"the keeper on {socket.gethostname()} cannot make the memory of the state, of {total} "
+                        f"parameters: {error}. See `ulimit -a` there"
+                    )
+                    log.error("%s", self._refused)
+                    return
             assert self._memory is not None
             self._book.begin(generation, step, made_in, self._has_spare_room)
             self._to_trim = True
@@ -164,7 +174,7 @@ class Keeper:
         """A worker of this node enters the generation with the range [lo, hi). None: the generation has not begun here
         yet. Raises RuntimeError where it cannot."""
         with self._lock:
-            if self._refused and generation == self._book.generation:
+            if self._refused and generation in (self._book.generation, self._without_memory):
                 raise RuntimeError(self._refused)
             if generation != self._book.generation or self._memory is None or self._lender is None:
                 return None
@@ -362,9 +372,12 @@ class Keeper:
         )
 
     def _bank_for(self, snapshot: Snapshot) -> int:
-        """Where a copy goes. Waits until nothing needs what lies there; raises Outdated."""
+        """Where a copy goes. Waits until nothing needs what lies there; raises Outdated, and MemoryError where there is
+        no memory."""
         while True:
             with self._lock:
+                if self._memory is None and snapshot.generation <= self._without_memory:
+                    raise MemoryError(self._refused)
                 ready = self._memory is not None and self._book.generation >= snapshot.generation
                 if ready and self._is_over(snapshot):
                     raise Outdated

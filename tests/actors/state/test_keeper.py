@@ -3,6 +3,7 @@ recovered. A keeper that dies leaves all of it to the next one."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -112,6 +113,30 @@ def test_what_a_worker_has_written_is_held_without_a_copy(keepers: Callable[...,
     worker.memory.arrays(worker.memory.order.held, 0, TOTAL)["master"][:] = 7  # what no worker does
     assert shard.arrays["master"][0] == 7, "the same memory"
     assert held(keeper) == [(2, 0, TOTAL)] and keeper.standing().position == (2, {"at": 2})
+
+
+def test_a_keeper_whose_memory_cannot_be_made_says_so_to_whoever_needs_it(
+    keepers: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes the answer of `begin`: workers waited for half an hour for a generation that never began there."""
+    keeper = keepers()
+    with monkeypatch.context() as limited:
+
+        def reserve(total: int) -> StateMemory:
+            raise OSError(errno.EFBIG, "File too large")
+
+        limited.setattr(StateMemory, "reserve", reserve)
+        begun(keeper)
+    with pytest.raises(RuntimeError, match=r"cannot make the memory of the state, of 1000 .*File too large.*ulimit"):
+        keeper.join(1, HERE[0], 0, TOTAL)
+    assert keeper.join(2, HERE[0], 0, TOTAL) is None, "that generation has not begun"
+    copied = Writing(begun(keepers())).finish(0)
+    with pytest.raises(MemoryError, match="File too large"):
+        keeper.hold([(copied, handle(keeper))])
+    keeper.commit(1, 0, {"at": 0})
+    assert held(keeper) == [] and keeper.standing().committed == -1
+    commits(keeper, [Writing(begun(keeper))], [0])
+    assert held(keeper) == [(0, 0, TOTAL)], "the next begin tries again, also that of a repair"
 
 
 def test_memory_stays_flat_over_many_steps_and_is_two_versions(keepers: Callable[..., Keeper]) -> None:
