@@ -133,7 +133,9 @@ class RunState:
 
     def _newest_counted(self, commits: CommitLog) -> float:
         """The newest step whose checkpoint counts; inf: any may. A checkpoint begins after its step's line of metrics
-        is on disk: one of a later step was passed over, while storage did not give it, and the run went on without it.
+        was synced: one of a later step was passed over, while storage did not give it, and the run went on without it.
+        Or the sync had failed, or storage had lied, before a power cut: then the steps between are computed again, as
+        the lines that are left do not say which it was, and those of another life must not be dropped.
         """
         if self._is_chosen:
             return commits.newest

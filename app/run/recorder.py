@@ -210,10 +210,11 @@ class Recorder:
             self._unwritten.clear()
 
     def before_checkpoint(self) -> None:
-        """A run that went on from the checkpoint after a power cut would else have a gap in metrics.jsonl."""
+        """After a power cut that took the lines of its steps, the checkpoint would be used only where there is no older
+        one, and leave a gap in metrics.jsonl."""
         try:
             self._metrics.sync()
-        except OSError as error:  # the checkpoint is worth more than the lines
+        except OSError as error:  # the checkpoint serves all the same, unless the power fails
             log.warning("metrics.jsonl of %s may lose its newest lines in a power cut: %s", self._run_dir, error)
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
