@@ -42,16 +42,18 @@ def checkpoint_folder(path: Path, after: int | None = None, *, verify: bool = Tr
         beside = complete(path.parent)
         there = _there_are(beside) if beside else _GIVE
         raise ConfigError(f"checkpoint {path} does not exist. {there}")
-    if is_complete(path):
-        return path
+    named, root = f"checkpoint {path}", path.parent
     try:
+        if is_complete(path):
+            return path
+        named, root = f"the latest checkpoint of {path}", root_of(path) if root_of(path).is_dir() else path
         found = latest(path) or latest(root_of(path))
     except PermissionError as error:
         others: list[Path] = []
         with suppress(OSError):  # the folder itself may not be listed
-            others = complete(root_of(path) if root_of(path).is_dir() else path)
+            others = complete(root)
         raise ConfigError(
-            f"the latest checkpoint of {path} cannot be read: {error}. Have it readable, or name another one by its "
+            f"{named} cannot be read: {error}. Have it readable, or name another one by its "
             f"folder.{f' {_there_are(others)}' if others else ''}"
         ) from None
     if found is None:

@@ -90,7 +90,7 @@ def test_a_checkpoint_that_may_not_be_read_hides_no_answer(run: Path, monkeypatc
     refused = (
         rf"one.* cannot be read: .*step-749/COMPLETE.*Have it readable, or name another one by its folder\. {there}"
     )
-    for given in (run, run / "checkpoints"):
+    for given in (run, run / "checkpoints", run / "checkpoints" / "step-749"):
         with pytest.raises(ConfigError, match=refused):
             checkpoint_folder(given)
 

@@ -229,7 +229,15 @@ def test_what_is_not_there_damaged_or_of_this_very_run_is_refused(here: Path) ->
         check(both)
 
 
-@pytest.mark.parametrize(("given", "name"), [("a", "COMPLETE"), ("a", "shard-*"), ("a/checkpoints/step-3", "shard-*")])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("a", "COMPLETE"),
+        ("a", "shard-*"),
+        ("a/checkpoints/step-3", "shard-*"),
+        ("a/checkpoints/step-3", "COMPLETE"),
+    ],
+)
 def test_what_may_not_be_read_is_refused_before_the_start(
     here: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
 ) -> None:
