@@ -477,9 +477,14 @@ def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[It
 
 
 def busy_until(done: Sequence[EarlyEncode], num_workers: int) -> tuple[float, ...]:
-    """When each worker ends the early encodes of the steps before."""
+    """When each worker ends the early encodes of the steps before. Raises PlanError for one beyond the cluster."""
     busy = [0.0] * num_workers
     for result in done:
+        if beyond := [worker for worker in result.workers if not 0 <= worker < num_workers]:
+            raise PlanError(
+                f"{result.module} of item {result.item!r} is done on worker {beyond[0]}, and the cluster has workers 0 "
+                f"to {num_workers - 1}. Leave what lies on other workers out of `done`."
+            )
         for worker in result.workers:
             busy[worker] = max(busy[worker], result.end_s)
     return tuple(busy)

@@ -349,6 +349,9 @@ def test_finished_encodes_are_not_planned_again() -> None:
     check(plan, workload, FLOPS, Cluster(nodes=(2,)), done=done)
     assert {c.module for c in plan.steps[0].cascades if c.item == "i0"} == {"dit"}
     assert plan.steps[0].step == 5
+    gone = [*done, EarlyEncode(item="i1", module="vae", workers=(0, 2))]
+    with pytest.raises(PlanError, match=r"vae of item 'i1' is done on worker 2, and the cluster has workers 0 to 1\."):
+        make_plan(workload, FLOPS, Cluster(nodes=(2,)), counted(budget_s=0.01), first_step=5, done=gone)
 
 
 @pytest.mark.parametrize("seed", range(6))
