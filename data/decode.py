@@ -41,11 +41,15 @@ AVI_VERSION = 4  # that of AVI
 # that of clips whose container says that they are turned, but for MP4 and MOV whose moov is read; of fragmented ones
 # see CHANGELOG
 TURNED_VERSION = 3
+RESAMPLED_VERSION = 5  # that of any clip at the rate of `data.fps`
 READERS = 8  # remote captions that are read at a time
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
 END_SLACK = 1e-6  # seconds; a part ends before the frame of its end
+# of a frame's time: the next one is taken this much before it is due. Below a half, so that a time right between two
+# frames (24 per second as 16) has the first of them whatever was rounded
+SOON = 0.45
 FRAMES_SHORT_ALLOWED = 0.02  # of those a header promises: edit lists make its count differ a little
 # Without FULL_CHR_H_INT swscale's table makes RGB one to two levels too dark; with it, area averaging is as fast as the
 # table's bicubic (1080p to 480p 5.2 ms). BITEXACT: the same pixels on every CPU.
@@ -360,11 +364,15 @@ def _frames_since(source: MediaStream, clip: Clip, job: DecodeJob, begin: float)
 
 
 def _at_times(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
-    """The frame for every wanted time that is on screen then, by time stamps: right for variable frame rates too."""
+    """The frame nearest to every wanted time, by time stamps: right for variable frame rates too. It is the one on
+    screen then, or the next one where that is due soon: 24 times a second, frames of a clip with 23.976 come later by
+    a millisecond every second, and one would soon be shown twice."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
-    shown, next_time, since = None, 0, 0.0
+    shown, next_time, since, end = None, 0, 0.0, clip.end_s or math.inf
     for seconds, frame in frames_from(source, clip, job, begin):
-        while next_time < len(times) and shown is not None and times[next_time] + TIME_SLACK < seconds:
+        early = SOON * min(1 / job.fps, seconds - since) if seconds < end - END_SLACK else 0.0
+        slack = max(TIME_SLACK, early)
+        while next_time < len(times) and shown is not None and times[next_time] + slack < seconds:
             yield shown
             next_time += 1
         if next_time == len(times):

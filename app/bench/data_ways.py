@@ -25,7 +25,7 @@ from app.bench.data import Cost, timed
 from app.bench.tree import Tree
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset
-from data.decode import SCALING, covering, decode_job, decode_video
+from data.decode import SCALING, SOON, covering, decode_job, decode_video
 from data.engines.blocks import as_batch
 from data.engines.engine import Engine
 from data.types import Clip, DecodeJob
@@ -112,8 +112,9 @@ def decode_plainly(work: list[DecodeJob]) -> int:
 
 
 def _wanted(clip: Clip, job: DecodeJob) -> list[int]:
-    """Numbers of the frames on screen at the times of the bucket's frames."""
-    return [clip.start_frame + int(k * clip.fps / job.fps) for k in range(job.bucket.frames)]
+    """Numbers of the frames nearest to the times of the bucket's frames."""
+    step = clip.fps / job.fps
+    return [clip.start_frame + int(k * step + SOON * min(step, 1)) for k in range(job.bucket.frames)]
 
 
 def _opened(clip: Clip) -> InputContainer:

@@ -13,7 +13,7 @@ import pytest
 
 from data.cache import Cache, CacheWriter, EntryNames, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
-from data.decode import AVI_VERSION, DECODE_VERSION, TURNED_VERSION
+from data.decode import AVI_VERSION, DECODE_VERSION, RESAMPLED_VERSION, TURNED_VERSION
 from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef
@@ -61,21 +61,24 @@ def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("about", "version"),
+    ("about", "fps", "version"),
     [
-        ({"suffix": "mp4"}, DECODE_VERSION),
-        ({"suffix": "mp4", "rotation": 90}, DECODE_VERSION),
-        ({"suffix": "jpg", "rotation": 90, "image": True}, DECODE_VERSION),
-        ({"suffix": "avi"}, AVI_VERSION),
-        ({"suffix": "mkv"}, DECODE_VERSION),
-        ({"suffix": "mkv", "rotation": 90}, TURNED_VERSION),
-        ({"suffix": "webm", "rotation": 180}, TURNED_VERSION),
+        ({"suffix": "mp4"}, 0.0, DECODE_VERSION),
+        ({"suffix": "mp4", "rotation": 90}, 0.0, DECODE_VERSION),
+        ({"suffix": "jpg", "rotation": 90, "image": True}, 24.0, DECODE_VERSION),
+        ({"suffix": "avi"}, 0.0, AVI_VERSION),
+        ({"suffix": "mkv"}, 0.0, DECODE_VERSION),
+        ({"suffix": "mkv", "rotation": 90}, 0.0, TURNED_VERSION),
+        ({"suffix": "webm", "rotation": 180}, 0.0, TURNED_VERSION),
+        ({"suffix": "mp4"}, 24.0, RESAMPLED_VERSION),
+        ({"suffix": "avi"}, 24.0, RESAMPLED_VERSION),
+        ({"suffix": "mkv", "rotation": 90}, 24.0, RESAMPLED_VERSION),
     ],
 )
-def test_latents_are_those_of_a_decoder_and_its_version(about: dict[str, Any], version: int) -> None:
+def test_latents_are_those_of_a_decoder_and_its_version(about: dict[str, Any], fps: float, version: int) -> None:
     clip = replace(CLIP, **about)
-    job = DecodeJob(item="s0", bucket=BUCKET, clips=(clip,), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
-    item, ours = DataItem(job=job, samples=(SAMPLE,)), DataConfig(sources=())
+    job = DecodeJob(item="s0", bucket=BUCKET, clips=(clip,), fps=fps, crop=False, limits=LimitsConfig(), decoder="")
+    item, ours = DataItem(job=job, samples=(SAMPLE,)), DataConfig(sources=(), fps=fps)
     for decoder in (ours.engine.decoder, "my.module:decode"):
         config = replace(ours, engine=replace(ours.engine, decoder=decoder))
         wanted = latent_key(SAMPLE, BUCKET, ours.fps, "vae", f"{decoder} {version}")

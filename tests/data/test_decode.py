@@ -203,6 +203,42 @@ def test_resampling_shows_what_is_on_screen_at_each_time(steady: Path, fps: floa
     assert numbers(decode_clip(clip(steady, 72), job(bucket=Bucket(5, 64, 96), fps=fps))) == expected
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])  # times in mkv are whole milliseconds
+@pytest.mark.parametrize(
+    ("rate", "fps", "step"),
+    [
+        (Fraction(24000, 1001), 24.0, 1),
+        (Fraction(30000, 1001), 30.0, 1),
+        (Fraction(60000, 1001), 30.0, 2),
+        (Fraction(24000, 1001), 12.0, 2),
+        (Fraction(24), 24000 / 1001, 1),
+    ],
+)
+def test_a_rate_near_the_own_one_repeats_and_skips_nothing(
+    tmp_path: Path, suffix: str, rate: Fraction, fps: float, step: int
+) -> None:
+    path = write_video(tmp_path / f"a.{suffix}", [float(k / rate) for k in range(104)], ticks=rate.numerator)
+    for start in (0, 1, 7):
+        wanted = clip(path, 104, suffix=suffix, fps=float(rate), start_frame=start)
+        bucket = Bucket(96 // step, 64, 96)
+        expected = list(range(start, start + 96 // step * step, step))
+        assert numbers(decode_clip(wanted, job(bucket=bucket, fps=fps))) == expected, start
+
+
+def test_the_frame_nearest_to_each_time_is_shown_and_of_two_as_near_the_first(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mkv", [k / 30 for k in range(104)], ticks=30)
+    for fps, expected in ((24.0, [0, 1, 2, 4, 5, 6]), (20.0, [0, 1, 3, 4, 6, 7]), (60.0, [0, 0, 1, 1, 2, 2])):
+        wanted = clip(path, 104, suffix="mkv", fps=30.0)
+        assert numbers(decode_clip(wanted, job(bucket=Bucket(6, 64, 96), fps=fps))) == expected, fps
+
+
+def test_the_frame_at_the_end_of_a_part_is_not_shown_early(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", [0.0, 0.1, 0.2, 0.4, 0.58, 0.7], ticks=1000)
+    for end_s, last in ((0.58, 3), (0.0, 4)):
+        part = clip(path, 4, fps=6.0, end_s=end_s)  # at 0.5 s the frame at 0.58 s is the nearest one
+        assert numbers(decode_clip(part, job(bucket=Bucket(2, 64, 96), fps=2.0))) == [0, last]
+
+
 def test_variable_frame_rates_are_sampled_by_time_stamps(tmp_path: Path) -> None:
     times = [0.0, 0.1, 0.2, 1.0, 1.1, 1.2, 2.0, 2.1]
     path = write_video(tmp_path / "variable.mp4", times)
