@@ -90,14 +90,16 @@ def frame_keys(item: DataItem, config: DataConfig) -> tuple[str, ...]:
 
 def _decoder_of(clip: Clip, config: DataConfig) -> str:
     # these import PyAV; who only reads the cache does not need it
-    from data.decode import AVI_VERSION, DECODE_VERSION, RESAMPLED_VERSION, TURNED_VERSION
+    from data.decode import AVI_VERSION, DECODE_VERSION, PICTURE_VERSION, RESAMPLED_VERSION, TURNED_VERSION
     from data.media import BOX_SUFFIXES
 
     version = AVI_VERSION if clip.suffix == "avi" else DECODE_VERSION
-    if clip.rotation and not clip.image and clip.suffix not in BOX_SUFFIXES:
+    if clip.rotation and clip.suffix not in BOX_SUFFIXES:
         version = TURNED_VERSION
-    if config.fps > 0 and not clip.image:
+    if config.fps > 0:
         version = RESAMPLED_VERSION
+    if clip.image:
+        version = PICTURE_VERSION
     return f"{config.engine.decoder} {version}"
 
 

@@ -33,7 +33,15 @@ from data.cache import OVERHEAD_BYTES, EntryKind, EntryNames, Listing
 from data.dataset.dataset import Dataset
 from data.dataset.every_draw import ClipCut, every_row, item_of, told_clips
 from data.dataset.index import IndexRow
-from data.decode import AVI_VERSION, DECODE_VERSION, RESAMPLED_VERSION, TURNED_VERSION, caption_of, fault_of
+from data.decode import (
+    AVI_VERSION,
+    DECODE_VERSION,
+    PICTURE_VERSION,
+    RESAMPLED_VERSION,
+    TURNED_VERSION,
+    caption_of,
+    fault_of,
+)
 from data.ledger import BadSample, Fault
 from data.storage import kept_open
 from data.types import Bucket, Clip, DataItem, DecodeJob
@@ -196,7 +204,8 @@ class _Asked:
             )
             for stage in plan.stages
         ]
-        decoder = data.engine.decoder, DECODE_VERSION, AVI_VERSION, TURNED_VERSION, RESAMPLED_VERSION
+        versions = DECODE_VERSION, AVI_VERSION, TURNED_VERSION, RESAMPLED_VERSION, PICTURE_VERSION
+        decoder = data.engine.decoder, *versions
         names = self.modules, self._encoders, self.geometry, decoder, data.limits, plan.identity, stages
         found = hashlib.blake2b(repr((*names, names_beside)).encode(), digest_size=16)
         for index, population in zip(self.dataset.indexes, plan.populations, strict=True):

@@ -41,10 +41,13 @@ def read_picture(path: str | Path, option: str, height: int, width: int) -> np.n
 def _read(path: Path, height: int, width: int, option: str) -> np.ndarray:
     try:
         with path.open("rb") as file, open_picture(file) as opened:
-            picture = as_shown(ImageOps.exif_transpose(opened))
+            picture = as_shown(
+                ImageOps.exif_transpose(opened),
+                lambda upright: ImageOps.fit(upright, (width, height), Image.Resampling.LANCZOS),
+            )
     except UnidentifiedImageError:
         raise ConfigError(f"{option} {path} is no picture that Pillow reads; give a PNG, JPEG, WebP or BMP.") from None
     except (*PILLOW_ERRORS, Image.DecompressionBombError) as error:
         why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise ConfigError(f"{option} {path} cannot be read ({why}); give a whole picture file.") from None
-    return np.array(ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS))
+    return np.array(picture)

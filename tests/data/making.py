@@ -124,3 +124,24 @@ def shard_faults(ledger: Ledger) -> dict[str, int]:
 
 def notes(ledger: Ledger) -> dict[str, int]:
     return {str(reason): count for reason, count in ledger.notes.items()}
+
+
+def display_p3() -> bytes:
+    """An ICC profile of Display P3, as photos of phones have it."""
+
+    def numbers(*values: float) -> bytes:
+        return struct.pack(f">{len(values)}i", *(round(value * 65536) for value in values))
+
+    curve = b"para\0\0\0\0\0\3\0\0" + numbers(2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
+    axes = {"r": (0.51512, 0.2412, -0.00105), "g": (0.29198, 0.69225, 0.04189), "b": (0.1571, 0.06657, 0.78407)}
+    tags = {b"desc": b"desc\0\0\0\0\0\0\0\3P3\0".ljust(96, b"\0"), b"cprt": b"text\0\0\0\0none\0"}
+    tags[b"wtpt"] = b"XYZ \0\0\0\0" + numbers(0.9642, 1, 0.8249)
+    for axis, values in axes.items():
+        tags[f"{axis}XYZ".encode()], tags[f"{axis}TRC".encode()] = b"XYZ \0\0\0\0" + numbers(*values), curve
+    table, body, begin = struct.pack(">I", len(tags)), b"", 128 + 4 + 12 * len(tags)
+    for tag, value in tags.items():
+        table += tag + struct.pack(">II", begin + len(body), len(value))
+        body += value.ljust(-(-len(value) // 4) * 4, b"\0")
+    head = struct.pack(">I4sI12s", begin + len(body), b"lcms", 0x02400000, b"mntrRGB XYZ ")
+    head += struct.pack(">6H4s28x", 2024, 1, 1, 0, 0, 0, b"acsp") + numbers(0.9642, 1, 0.8249)
+    return head.ljust(128, b"\0") + table + body

@@ -13,7 +13,7 @@ import pytest
 
 from data.cache import Cache, CacheWriter, EntryNames, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
-from data.decode import AVI_VERSION, DECODE_VERSION, RESAMPLED_VERSION, TURNED_VERSION
+from data.decode import AVI_VERSION, DECODE_VERSION, PICTURE_VERSION, RESAMPLED_VERSION, TURNED_VERSION
 from data.errors import DataIOError, DataUnreachable
 from data.ledger import BadSample, Reason
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef
@@ -65,7 +65,8 @@ def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
     [
         ({"suffix": "mp4"}, 0.0, DECODE_VERSION),
         ({"suffix": "mp4", "rotation": 90}, 0.0, DECODE_VERSION),
-        ({"suffix": "jpg", "rotation": 90, "image": True}, 24.0, DECODE_VERSION),
+        ({"suffix": "jpg", "rotation": 90, "image": True}, 24.0, PICTURE_VERSION),
+        ({"suffix": "png", "image": True}, 0.0, PICTURE_VERSION),
         ({"suffix": "avi"}, 0.0, AVI_VERSION),
         ({"suffix": "mkv"}, 0.0, DECODE_VERSION),
         ({"suffix": "mkv", "rotation": 90}, 0.0, TURNED_VERSION),

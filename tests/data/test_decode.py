@@ -8,7 +8,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from data.buckets import ClipShape, last_start
 from data.config import LimitsConfig
@@ -440,7 +440,7 @@ def test_images_are_upright_rgb_of_the_bucket(tmp_path: Path) -> None:
 
 def still(path: Path, image: Image.Image) -> np.ndarray:
     """The middle pixel of a picture as it is trained."""
-    image.save(path)
+    image.save(path, icc_profile=image.info.get("icc_profile"))
     return decode_clip(clip(path, 1, image=True, fps=0.0, suffix="png"), job(bucket=Bucket(1, 16, 16)))[0, 8, 8]
 
 
@@ -470,6 +470,55 @@ def test_a_palette_with_a_transparent_colour_is_put_on_white(tmp_path: Path) -> 
     picture.putpalette([9, 9, 9, 200, 0, 0])
     picture.info["transparency"] = 0
     assert still(tmp_path / "a.png", picture).tolist() == [255, 255, 255]
+
+
+def in_profile(image: Image.Image, profile: bytes, mode: str = "RGB") -> Image.Image:
+    """A picture of sRGB as a file in the colours of `profile`, which it names."""
+    own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    made = ImageCms.profileToProfile(image, ImageCms.createProfile("sRGB"), own, outputMode=mode)
+    assert made is not None
+    made.info["icc_profile"] = profile
+    return made
+
+
+@pytest.mark.parametrize("colour", [(200, 30, 40), (30, 200, 40), (220, 170, 140), (250, 250, 250)])
+def test_a_picture_has_the_colours_that_its_profile_says(tmp_path: Path, colour: tuple[int, ...]) -> None:
+    wide = in_profile(Image.new("RGB", (32, 32), colour), making.display_p3())
+    assert colour[0] == colour[1] or np.abs(np.subtract(wide.getpixel((8, 8)), colour)).max() > 5
+    assert still(tmp_path / "a.png", wide).tolist() == pytest.approx(colour, abs=2)
+
+
+def test_a_profile_is_followed_whatever_the_kind_of_picture(tmp_path: Path) -> None:
+    profile, colour = making.display_p3(), (200, 30, 40)
+    wide = in_profile(Image.new("RGB", (32, 32), colour), profile)
+    for alpha, shown in ((255, colour), (0, (255, 255, 255))):
+        layers = wide.convert("RGBA")
+        layers.putalpha(alpha)
+        assert still(tmp_path / "a.png", layers).tolist() == pytest.approx(shown, abs=2)
+    assert still(tmp_path / "a.png", wide.quantize(4)).tolist() == pytest.approx(colour, abs=2)
+    wide.save(tmp_path / "a.jpg", quality=100, subsampling=0, icc_profile=profile)
+    photo = clip(tmp_path / "a.jpg", 1, image=True, fps=0.0, suffix="jpg")
+    pixels = decode_clip(photo, job(bucket=Bucket(1, 16, 16)))
+    assert pixels[0, 8, 8].tolist() == pytest.approx(colour, abs=4)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(b"none", id="broken"),
+        pytest.param(making.display_p3()[:300], id="cut off"),
+        pytest.param(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes(), id="sRGB"),
+    ],
+)
+def test_a_profile_that_is_broken_or_of_srgb_changes_nothing(tmp_path: Path, profile: bytes) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    for mode in ("RGB", "L"):  # of a grey picture, a profile of RGB says nothing
+        plain, named = noise.convert(mode), noise.convert(mode)
+        named.info["icc_profile"] = profile
+        assert np.array_equal(still(tmp_path / "a.png", named), still(tmp_path / "b.png", plain))
+    grey = Image.new("L", (32, 32), 100)
+    grey.info["icc_profile"] = making.display_p3()
+    assert still(tmp_path / "a.png", grey).tolist() == [100, 100, 100]
 
 
 def test_a_bad_clip_keeps_its_slot_and_is_named(steady: Path, tmp_path: Path) -> None:
