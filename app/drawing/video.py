@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import av
 import numpy as np
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 from av.video.stream import VideoStream
 from PIL import Image, ImageDraw
 
@@ -25,7 +27,8 @@ _PAPER, _INK = (250, 250, 250), (30, 30, 30)
 
 
 def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
-    """H.264, yuv420p, which every player opens. An odd side loses its last row or column (4:2:0 needs even ones)."""
+    """H.264, yuv420p, which every player opens, in BT.709, which players take colours for that say nothing, and some
+    that do. An odd side loses its last row or column (4:2:0 needs even ones)."""
     _check(video)
     frames, height, width, _ = video.shape
     height, width = height - height % 2, width - width % 2
@@ -41,9 +44,19 @@ def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
         )
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.thread_count = 1
+        encoder = stream.codec_context
+        encoder.colorspace, encoder.color_range = Colorspace.ITU709, ColorRange.MPEG
+        encoder.color_primaries, encoder.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
+        in_bt709 = partial(
+            VideoReformatter().reformat,
+            format="yuv420p",
+            dst_colorspace=Colorspace.ITU709,
+            dst_color_range=ColorRange.MPEG,
+            threads=1,
+        )
         for index in range(frames):
-            picture = np.ascontiguousarray(video[index, :height, :width])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(video[index, :height, :width]), format="rgb24")
+            container.mux(stream.encode(in_bt709(picture)))
         container.mux(stream.encode())
 
 

@@ -15,6 +15,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
@@ -22,7 +23,7 @@ from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.cli import app
 from app.drawing.text import font_of, lines_of
-from app.drawing.video import SHEET_CLIPS, contact_sheet, sheet_frames, write_mp4
+from app.drawing.video import SHEET_CLIPS, contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling import clips, sample
 from app.sampling import model as sampled
 from app.sampling.clips import (
@@ -298,6 +299,19 @@ def test_mp4_keeps_colours_and_frames(tmp_path: Path) -> None:
     assert np.abs(back[:, 4:-4, 4:20].astype(int) - video[:, 4:-4, 4:20]).max() < 12  # 8-bit YUV, lossy
     with av.open(str(tmp_path / "v.mp4")) as container:
         assert float(container.streams.video[0].average_rate or 0) == 12.5
+
+
+def test_mp4_is_in_bt709_and_says_so(tmp_path: Path) -> None:
+    colour = (30, 200, 40)
+    write_mp4(tmp_path / "v.mp4", np.full((3, 720, 1280, 3), colour, np.uint8), fps=24.0)
+    with av.open(str(tmp_path / "v.mp4")) as container:
+        context = container.streams.video[0].codec_context
+        assert (context.colorspace, context.color_range) == (Colorspace.ITU709, ColorRange.MPEG)
+        assert (context.color_primaries, context.color_trc) == (ColorPrimaries.BT709, ColorTrc.BT709)
+        luma = next(container.decode(video=0)).to_ndarray()[:720]
+    expected = 16 + 219 / 255 * np.dot((0.2126, 0.7152, 0.0722), colour)  # of BT.601 128, not 147
+    assert np.abs(luma - expected).max() <= 2
+    assert np.abs(read_mp4(tmp_path / "v.mp4").astype(int) - colour).max() <= 3
 
 
 def test_contact_sheet_shows_the_frames(tmp_path: Path) -> None:
