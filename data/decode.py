@@ -27,6 +27,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 
 from data.captions import read_caption
+from data.dynamic_range import check_transfer
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import CONTAINERS, CropBox, square_width
@@ -230,6 +231,8 @@ def decode_video(source: MediaStream, clip: Clip, job: DecodeJob, into: np.ndarr
     wanted = _in_a_row if job.fps <= 0 else _at_times
     scaler, cropper, given = VideoReformatter(), VideoReformatter(), 0
     for shown in wanted(source, clip, job, begin):
+        if not given:  # what the header does not say, the first frame may
+            check_transfer(shown.frame.color_trc, clip.offset)
         if clip.crop is None:
             _fit(shown, job, clip.rotation, scaler, into[given % len(into)])
         else:

@@ -38,7 +38,9 @@ class Severity(StrEnum):
     SAMPLE = "sample"  # a broken sample: counts towards max_bad_fraction
     SHARD = "shard"  # a broken shard or manifest: counts towards max_bad_shards
     ABSENT = "absent"  # normal in an index (dead URLs), so only counted there; as a draw it is a broken sample
-    CHOICE = "choice"  # the user's own filters and buckets left it out
+    CHOICE = (
+        "choice"  # left out by the user's own filters and buckets, or as nothing that is trained: no limit counts it
+    )
     NOTE = "note"  # a member that belongs to no sample; no sample is lost
 
 
@@ -68,6 +70,7 @@ class Reason(StrEnum):
     TOO_MANY_PIXELS = "too_many_pixels"
     TOO_MANY_FRAMES = "too_many_frames"
     TOO_LONG = "too_long"
+    HDR = "hdr"
     # found at decode
     DECODE_ERROR = "decode_error"
     DECODER_CRASH = "decoder_crash"
@@ -100,7 +103,7 @@ class Reason(StrEnum):
 
 _SEVERITY = {
     **dict.fromkeys((Reason.NO_MEDIA, Reason.FILE_MISSING), Severity.ABSENT),
-    **dict.fromkeys((Reason.FILTERED, Reason.NO_BUCKET, Reason.TOO_FEW_FRAMES), Severity.CHOICE),
+    **dict.fromkeys((Reason.FILTERED, Reason.NO_BUCKET, Reason.TOO_FEW_FRAMES, Reason.HDR), Severity.CHOICE),
     **dict.fromkeys(
         (Reason.TRUNCATED_TAR, Reason.GARBAGE_HEADER, Reason.UNREADABLE_TAR, Reason.UNREADABLE_MANIFEST), Severity.SHARD
     ),
@@ -224,6 +227,11 @@ class SourceCounts:
     def broken(self) -> Counter[Reason]:
         """Rejected rows that count towards max_bad_fraction."""
         return Counter({reason: n for reason, n in self.rejected.items() if reason.severity is Severity.SAMPLE})
+
+    @property
+    def broken_draws(self) -> Counter[Reason]:
+        """Skipped draws that count towards max_bad_fraction."""
+        return Counter({reason: n for reason, n in self.skipped.items() if reason.severity is not Severity.CHOICE})
 
     @property
     def present(self) -> int:
@@ -427,7 +435,8 @@ class Ledger:
             known = list(self.sources.values())
             broken = sum((counts.broken for counts in known), Counter[Reason]())
             self._check_fraction(broken, sum(counts.present for counts in known), self.last)
-            self._check_fraction(self.skipped, sum(counts.seen for counts in known), self.last)
+            broken = sum((counts.broken_draws for counts in known), Counter[Reason]())
+            self._check_fraction(broken, sum(counts.seen for counts in known), self.last)
             for source, counts in self.sources.items():
                 if source != EARLIER:
                     self._check_source(counts)
@@ -478,7 +487,7 @@ class Ledger:
     def _check_source(self, counts: SourceCounts) -> None:
         whose = f"source {counts.name}: " if counts.name else ""
         self._check_fraction(counts.broken, counts.present, counts.last, whose)
-        self._check_fraction(counts.skipped, counts.seen, counts.last, whose)
+        self._check_fraction(counts.broken_draws, counts.seen, counts.last, whose)
         enough = min(self.limits.bad_after, max(counts.planned, LEAST_IN_A_ROW))
         if self.limits.max_bad_fraction < 1 and counts.bad_in_a_row >= max(enough, 1):
             what = f"{whose}none of its last {counts.bad_in_a_row} draws could be read"

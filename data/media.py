@@ -20,6 +20,7 @@ from PIL.Image import Transpose
 
 from data import mp4
 from data.config import LimitsConfig
+from data.dynamic_range import check_transfer
 from data.errors import DataError, DataIOError
 from data.ledger import BadSample, Reason
 from data.media_info import CONTAINERS, MediaInfo, square_width
@@ -149,6 +150,7 @@ def _probe_with_av(file: ReadFile, offset: int, size: int, limits: LimitsConfig)
             if stream.codec_context is None:
                 raise BadSample(Reason.DECODE_ERROR, f"{container.format.name} with a codec that PyAV does not know")
             check_pixels(stream.codec_context.width, stream.codec_context.height, limits)
+            check_transfer(stream.codec_context.color_trc)
             stream.codec_context.thread_count, stream.codec_context.thread_type = 1, "NONE"
             stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
             times, num_keyframes, rotation = [], 0, None

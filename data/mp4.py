@@ -14,6 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from data.config import LimitsConfig
+from data.dynamic_range import check_transfer
 from data.ledger import BadSample, Reason
 from data.media_info import MediaInfo, square_width
 
@@ -137,6 +138,7 @@ def _parse_track(
     if missing or b"mdhd" not in media or b"tkhd" not in track:
         raise ValueError(f"video track without {', '.join(missing) or 'mdhd or tkhd'}")
     width, height = struct.unpack_from(">HH", moov, table[b"stsd"][0] + 8 + 8 + 24)
+    check_transfer(_transfer(moov, table[b"stsd"]))
     if width * height > limits.max_pixels:
         raise BadSample(Reason.TOO_MANY_PIXELS, f"{width}x{height} > max_pixels {limits.max_pixels}")
     if not width or not height:
@@ -240,14 +242,28 @@ def _visible_frames(
 def _pixel_aspect(moov: bytes, tkhd: int, stsd: tuple[int, int], width: int, height: int) -> float:
     """Width of a pixel over its height: by the pasp box of the sample entry, else by the size in tkhd, as libav has it.
     0 if nothing says."""
-    entry = stsd[0] + 8
-    end = min(entry + struct.unpack_from(">I", moov, entry)[0], stsd[1])
-    with contextlib.suppress(ValueError, struct.error):  # QuickTime's entries may hold other things than boxes
-        for kind, low, _ in _boxes(moov, entry + SAMPLE_ENTRY_BYTES, end):
-            if kind == b"pasp" and all(sides := struct.unpack_from(">II", moov, low)):
-                return sides[0] / sides[1]
+    for kind, content in _boxes_of_entry(moov, stsd):
+        if kind == b"pasp" and len(content) >= 8 and all(sides := struct.unpack_from(">II", content)):
+            return sides[0] / sides[1]
     shown_width, shown_height = struct.unpack_from(">H2xH2x", moov, tkhd + (88 if moov[tkhd] == 1 else 76))
     return shown_width * height / (shown_height * width) if shown_height else 0.0
+
+
+def _transfer(moov: bytes, stsd: tuple[int, int]) -> int:
+    """How its values stand for light, by the colr box of the sample entry. 0 if nothing says."""
+    for kind, content in _boxes_of_entry(moov, stsd):
+        if kind == b"colr" and content[:4] in (b"nclx", b"nclc") and len(content) >= 8:
+            return int.from_bytes(content[6:8], "big")
+    return 0
+
+
+def _boxes_of_entry(moov: bytes, stsd: tuple[int, int]) -> Iterator[tuple[bytes, bytes]]:
+    """(type, payload) of the boxes in the first sample entry, up to one that does not fit."""
+    entry = stsd[0] + 8
+    with contextlib.suppress(ValueError, struct.error):  # QuickTime's entries may hold other things than boxes
+        end = min(entry + struct.unpack_from(">I", moov, entry)[0], stsd[1])
+        for kind, low, high in _boxes(moov, entry + SAMPLE_ENTRY_BYTES, end):
+            yield kind, moov[low:high]
 
 
 def _rotation(moov: bytes, tkhd: int) -> int:

@@ -18,6 +18,7 @@ from data.captions import read_caption
 from data.config import LimitsConfig
 from data.dataset.index import Index
 from data.decode import FRAMES_SHORT_ALLOWED, decode_clip
+from data.dynamic_range import check_transfer
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Ledger, Reason
 from data.media_info import CONTAINERS
@@ -115,7 +116,9 @@ def _count_frames(source: ByteRange, clip: Clip, limits: LimitsConfig) -> int:
             )
         if not clip.start_s:
             count = 0
-            for _ in container.decode(stream):
+            for frame in container.decode(stream):
+                if not count:
+                    check_transfer(frame.color_trc, clip.offset)
                 count += 1
                 if count >= clip.frames:
                     break
@@ -129,6 +132,8 @@ def _count_after(container: InputContainer, stream: VideoStream, clip: Clip) -> 
     origin = float((stream.start_time or 0) * unit)
     container.seek(int((clip.start_s + origin) / unit), stream=stream, backward=True)
     for frame in container.decode(stream):
+        if not count:
+            check_transfer(frame.color_trc, clip.offset)
         count += frame.time is not None and frame.time - origin >= clip.start_s - TIME_SLACK_SECONDS
         if count >= clip.frames:
             break

@@ -46,6 +46,24 @@ def clip(
     return buffer.getvalue()
 
 
+def hdr(transfer: int = 18, container: str = "mp4", movflags: str = "", told: bool = True) -> bytes:
+    """A grey clip of 10 bits and nine frames, of HLG by its frames, and where it is `told` by its header, too."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container, options={"movflags": movflags} if movflags else {}) as out:
+        stream = out.add_stream("libx264", rate=8, options={"threads": "1", "g": "4"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p10le"
+        encoder = stream.codec_context
+        encoder.colorspace, encoder.color_primaries, encoder.color_trc, encoder.color_range = 9, 9, transfer, 1
+        for i in range(9):
+            frame = av.VideoFrame(64, 48, "yuv420p10le")
+            for plane in frame.planes:
+                plane.update(np.full(plane.buffer_size // 2, 512, "<u2").tobytes())
+            frame.pts = i
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    return buffer.getvalue() if told else buffer.getvalue().replace(b"colrnclx", b"freenclx")
+
+
 def turned(data: bytes, degrees: int) -> bytes:
     """An MP4 that is shown turned clockwise, 0 or 90 degrees, by the matrix of its track."""
     at = data.index(b"tkhd") + 4 + 40

@@ -20,7 +20,7 @@ from data.config import LimitsConfig
 from data.errors import DataError
 from data.ledger import Ledger, Reason
 from data.tools.lint import lint
-from tests.data.making import clip, good, index_of, notes, rejected, sample, shard, shard_faults
+from tests.data.making import clip, good, hdr, index_of, notes, rejected, sample, shard, shard_faults
 
 COUNT = 8
 
@@ -138,6 +138,13 @@ def test_cut_faststart_video_is_truncated(tmp_path):
     moved = bytes(ftyp + moov + rest)  # offsets are now wrong, but the cut is found first
     _, ledger = indexed(tmp_path, with_sample(4, mp4=moved[:-50]))
     assert rejected(ledger) == {"truncated_video": 1}
+
+
+def test_video_for_hdr_screens_is_left_out_whether_its_header_or_its_frames_say_so(tmp_path):
+    index, ledger = indexed(tmp_path, with_sample(4, mp4=hdr()))
+    assert usable_keys(index) == KEYS[:4] + KEYS[5:] and rejected(ledger) == {"hdr": 1}
+    index, ledger = indexed(tmp_path, with_sample(4, mp4=hdr(told=False)))
+    assert usable_keys(index) == KEYS and decode_faults(index) == {"hdr": 1}
 
 
 def test_web_page_instead_of_a_video(tmp_path):

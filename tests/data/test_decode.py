@@ -544,6 +544,16 @@ def reason_of(wanted: Clip, work: DecodeJob) -> Reason:
     return caught.value.reason
 
 
+def test_frames_of_hdr_are_a_fault_where_no_header_has_said_so(steady: Path, tmp_path: Path) -> None:
+    (tmp_path / "hdr.mp4").write_bytes(making.hdr(told=False))
+    bad = clip(tmp_path / "hdr.mp4", 9, fps=8.0)
+    for fps in (0.0, 4.0):
+        batch = decode_job(job(clip(steady, 72), bad, bucket=Bucket(3, 48, 64), fps=fps))
+        (fault,) = batch.faults
+        assert batch.ok == [True, False] and (fault.key, fault.reason) == ("hdr", Reason.HDR)
+        assert "HLG; tone-map it: ffmpeg" in fault.detail
+
+
 def test_a_video_shorter_than_its_header_is_truncated(steady: Path) -> None:
     late = clip(steady, 200, start_frame=66)
     assert reason_of(late, job(bucket=Bucket(9, 64, 96))) is Reason.TRUNCATED_VIDEO

@@ -298,6 +298,26 @@ def test_a_small_source_is_gone_when_as_many_draws_as_it_has_rows_were_bad_in_a_
     ledger.check_limits()
 
 
+def test_what_is_hdr_is_counted_and_ends_no_run_that_has_other_clips():
+    ledger = two_sources()
+    ledger.reject(Fault(Reason.HDR, "t.csv", source=1))
+    ledger.add_indexed(1, 1)
+    for _ in range(300):  # as where an index of before takes them
+        ledger.schedule(2, 1)
+        ledger.skip(Fault(Reason.HDR, "t.csv", source=1))
+        ledger.deliver(1, 1)
+        ledger.check_limits()
+    ledger.check()
+    assert (ledger.rejected, ledger.skipped) == ({Reason.HDR: 1}, {Reason.HDR: 300})
+    ledger.schedule(50, 1)
+    for _ in range(50):
+        ledger.skip(Fault(Reason.HDR, "t.csv", detail="HLG; tone-map it", source=1))
+    with pytest.raises(
+        DataError, match=r"none of its last 50 draws could be read; worst: 350 hdr; last: .*tone-map it"
+    ):
+        ledger.check_limits()
+
+
 def test_draws_of_version_0_1_stay_totals_and_are_of_no_source():
     ledger = two_sources()
     skip(ledger, 5, 1)

@@ -17,7 +17,7 @@ from data.config import LimitsConfig
 from data.ledger import BadSample, Reason
 from data.media_info import MAX_PIXEL_ASPECT
 from data.storage import ReadFile
-from tests.data.making import clip, picture
+from tests.data.making import clip, hdr, picture
 
 LIMITS = LimitsConfig()
 
@@ -167,6 +167,25 @@ def test_fragmented_mp4_is_counted_by_its_packets(tmp_path):
         probe(data)
     info = probe_file(tmp_path, data, "mp4")
     assert (info.width, info.height, info.num_frames) == (64, 48, 9)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {},
+        {"transfer": 16},
+        {"container": "mov"},
+        {"container": "matroska"},
+        {"movflags": "frag_keyframe+empty_moov"},
+    ],
+    ids=str,
+)
+def test_a_header_of_hdr_is_a_reason_of_its_own(tmp_path, made):
+    suffix = "mkv" if made.get("container") == "matroska" else "mp4"
+    with pytest.raises(BadSample, match="tone-map it: ffmpeg -i IN") as caught:
+        probe_file(tmp_path, hdr(**made), suffix)
+    assert caught.value.reason is Reason.HDR
+    assert probe_file(tmp_path, hdr(**{**made, "transfer": 1}), suffix).num_frames == 9
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
