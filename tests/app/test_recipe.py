@@ -142,10 +142,12 @@ def test_samples_of_a_preset_are_as_its_pipeline_makes_them(preset: str) -> None
 
 @pytest.mark.parametrize("run", [path.stem for path in sorted((CONFIGS / "runs").glob("*.yaml"))])
 def test_clips_of_a_run_on_published_weights_are_as_fast_as_its_samples(run: str) -> None:
-    """Whatever the rate of its data is: weights that were trained at 8 frames per second know motion at that."""
+    """Whatever the rate of its data is: weights that were trained at 8 frames per second know motion at that. Those
+    that get the rate of each clip know others."""
     config = load(f"runs/{run}")
     if config.model.dit.path and not config.model.dit.images_only:
-        assert config.data.fps == (config.model.dit.clip_rate or config.sample.fps)
+        own = {0.0} if config.model.dit.clip_rate else set()
+        assert config.data.fps in {config.model.dit.clip_rate or config.sample.fps, *own}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,16 @@ def test_clips_of_another_rate_than_that_of_the_weights_are_told(preset: str, ra
         assert f"were trained with data.fps {rate} (here {here});" in sentence
         pictures = replace(data, buckets=BucketsConfig(table=("1x480x832",)))
         assert told(replace(config, data=pictures)) == []
+
+
+@pytest.mark.parametrize("preset", [*(f"models/ltx-{which}" for which in ("2b", "2b-0.9.5", "13b")), "models/ltx2-19b"])
+def test_clips_of_ltx_keep_their_rate_as_in_its_own_trainer(preset: str) -> None:
+    """Brought to 25 per second, of every 25 frames of a clip of 24 one is there twice."""
+    name = preset.removeprefix("models/")
+    runs = [f"runs/{path.stem}" for path in (CONFIGS / "runs").glob(f"{name}-lora-*.yaml")]
+    for config in map(load, [preset, *runs]):
+        assert config.data.fps == 0 and config.model.dit.clip_rate
+    assert runs or name == "ltx-2b-0.9.5"
 
 
 def test_weights_that_are_told_the_rate_of_each_clip_have_seen_several(tmp_path: Path) -> None:
