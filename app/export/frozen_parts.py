@@ -38,7 +38,9 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
     if base is not None:
         return _from_base(work, config, base)
     family = FAMILIES[config.model.dit.architecture]
-    index = family.index(config.train.flow, config.model.text.empty)
+    told = _published_index(config.model.dit)
+    index = {name: told[name] for name in family.kept_in_index if name in told}
+    index |= family.index(config.train.flow, config.model.text.empty)
     if family.own_code is None:
         index["_class_name"] = family.pipeline_class(config.model.dit)
     parts = FrozenParts(index)
@@ -201,14 +203,19 @@ def _unused(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     """Components that no run computes with: of the pipeline that was trained from, where it has them."""
     dit = config.model.dit
     folder = component(dit.path, dit.part).parent if dit.path else None
-    index = folder / "model_index.json" if folder else None
-    told = read_json(index) if index and index.is_file() else {}
+    told = _published_index(dit)
     for name in FAMILIES[dit.architecture].unused_parts:
         if folder and (folder / name).is_dir() and name in told:
             parts.index[name] = told[name]
             parts.origins[name] = f"{link_tree(folder / name, work / name)} from {folder / name}"
         else:
             parts.index[name] = [None, None]
+
+
+def _published_index(dit: DiTConfig) -> dict[str, object]:
+    """The model_index.json of the pipeline that was trained from, where there is one."""
+    index = component(dit.path, dit.part).parent / "model_index.json" if dit.path else None
+    return read_json(index) if index and index.is_file() else {}
 
 
 def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:

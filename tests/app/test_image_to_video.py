@@ -504,6 +504,16 @@ def test_a_clip_from_a_picture_is_that_of_diffusers_own_pipeline(
         assert computed.abs().max() > 1e-3 * theirs.abs().max()
 
 
+def test_an_export_keeps_a_setting_of_the_pipeline_that_its_run_did_not_train(tmp_path: Path) -> None:
+    """TI2V-5B, trained from text alone: without `expand_timesteps` its pipeline from a picture does not load it."""
+    case = FROM_PICTURES["Wan2.2 TI2V-5B"]
+    config = RunConfig(run=RunSection(name="tiny"), model=case.model(case.publish(tmp_path / "base")))
+    write_checkpoint(tmp_path / "run", config)
+    assert config.train.flow.first_frame == 0
+    export.export(tmp_path / "run", tmp_path / "out")
+    assert WanImageToVideoPipeline.from_pretrained(tmp_path / "out").config.expand_timesteps
+
+
 def publish(
     base: Path,
     last: bool = False,

@@ -376,6 +376,8 @@ class Family:
     notes: Callable[[str], list[str]] = lambda path: []  # (model.dit.path): what else is to be known of its weights
     # (train.flow, model.text.empty) -> further entries of model_index.json
     index: Callable[[FlowConfig, EmptyText], dict[str, object]] = lambda flow, empty: {}
+    # settings of model_index.json that an export has from the folder that was trained from, where `index` says nothing
+    kept_in_index: tuple[str, ...] = ()
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called
     export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
 

@@ -253,5 +253,6 @@ FAMILY = Family(
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
     index=lambda flow, empty: {"expand_timesteps": True} if flow.first_frame else {},
+    kept_in_index=("expand_timesteps",),
     export_notes=_export_notes,
 )
