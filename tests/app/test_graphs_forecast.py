@@ -76,7 +76,8 @@ def test_graphs_change_neither_whether_a_run_fits_nor_where_its_state_lies(
     assert shown[0] == shown[1]
 
 
-@pytest.mark.parametrize("gib", [7.0, pytest.param(9.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("gib", [7.0, 9.0])
 def test_communicators_of_more_workers_come_before_graphs(
     gib: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def their_latent(pipe: HunyuanVideo15ImageToVideoPipeline, image: Path, prompt: 
     return made
 
 
+@pytest.mark.long
 def test_a_run_exports_what_its_pipeline_samples_as_heddle_does(folder: Path, tmp_path: Path) -> None:
     """The published folder by itself, and a run on it as it is exported; the negative prompt sees the picture, too."""
     shown, prompt = tmp_path / "a.png", 'a sign "open"'

@@ -82,10 +82,9 @@ def test_without_locks_additions_are_lost() -> None:
     pytest.fail("no addition was lost without locks")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "memory", ["shared", pytest.param("peers", marks=pytest.mark.long), pytest.param("host", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("memory", ["shared", "peers", "host"])
 def test_a_half_done_addition_of_a_killed_process_is_in_no_later_sum(memory: str) -> None:
     found = run_ranks("dies", memory)
     assert found.pop(1) == (-signal.SIGKILL, [])

@@ -370,7 +370,6 @@ def test_all_decode_tasks_are_of_one_kind_to_ray(cluster: None, clips: Path, mon
     assert len(set(asked)) == 1, Counter(asked)
 
 
-@pytest.mark.long
 def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> None:
     data = dataset(clips)
     engine = RayEngine(data, replace(data.config, engine=replace(data.config.engine, feeders=2)))
@@ -383,6 +382,7 @@ def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> No
     assert counts["delivered"] == sum(item.batch for step in range(5) for item in data.step(step).items)
 
 
+@pytest.mark.long
 def test_further_feeders_know_every_decision_on_batch_sizes(
     cluster: None, clips: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

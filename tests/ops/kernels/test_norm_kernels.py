@@ -133,6 +133,7 @@ def test_one_output_of_gate_residual_ln_modulate(device: str, used: list[int]) -
     compare([actual[i] for i in used], [expected[i] for i in used], given, wanted)
 
 
+@pytest.mark.long
 def test_frozen_tables_need_no_sums(device: str) -> None:
     segments, width = MANY_RUNS.to(device), 72
     given = {name: make(device, torch.bfloat16, segments.num_rows, width) for name in "xy"}
@@ -182,7 +183,7 @@ def test_tables_without_segments(device: str, table_rows: int) -> None:
     compare([gate_residual(**given)], [gate_reference.gate_residual(**wanted)], given, wanted)
 
 
-@pytest.mark.parametrize("seed", in_turn(range(6), {0, 1, 2}))
+@pytest.mark.parametrize("seed", in_turn(range(6), {0}))
 def test_random_widths_and_segments(device: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
