@@ -64,8 +64,9 @@ def run_apart(arguments: Sequence[str]) -> int:
         if process is None:
             early.append(number)
             return
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)  # not send_signal, which collects the exit code that `_wait` looks for
 
     for number, handler in earlier.items():
         if handler is not signal.SIG_IGN:  # nohup

@@ -109,6 +109,25 @@ sys.exit(apart.run_apart(["-c", "import time; time.sleep(600)"]))
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
+def test_a_signal_that_comes_when_the_inner_process_has_ended_changes_no_exit_code() -> None:
+    code = """
+import signal, sys
+from time import sleep
+from types import SimpleNamespace
+from app.run import apart
+def pause(seconds):
+    sleep(0.5)  # the inner process ends in it
+    if not came:
+        came.append(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+came = []
+apart.time = SimpleNamespace(sleep=pause)
+sys.exit(apart.run_apart(["-c", "import sys; sys.exit(75)"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
