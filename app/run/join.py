@@ -299,12 +299,11 @@ def _leave(found: ClusterAddress, node: JoinedNode, leave_s: float) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", found.auth)
     import ray
 
-    from actors.names import NAMESPACE
     from actors.ray_calls import nodes
 
     until = time.monotonic() + leave_s
     try:
-        ray.init(address=found.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        _connect(found.address, until)
         here = node.id_among(nodes())
         _start_nothing_more(found.address, here, leave_s)
         left = _drained(here)
@@ -319,6 +318,27 @@ def _leave(found: ClusterAddress, node: JoinedNode, leave_s: float) -> None:
     finally:
         with suppress(Exception):
             ray.shutdown()
+
+
+def _connect(address: str, until: float) -> None:
+    """Join the cluster, and let the next notice do nothing: Ray's handler of SIGTERM ends this process while it
+    connects, and aborts it from then on."""
+    import ray
+
+    from actors.names import NAMESPACE
+
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    while True:
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+            return
+        except SystemExit as ended:
+            if ended.code != signal.SIGTERM or time.monotonic() > until:
+                raise
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        ray.shutdown()  # what it has of a connection
 
 
 def _start_nothing_more(address: str, node: str, leave_s: float) -> None:

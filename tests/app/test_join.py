@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import psutil
@@ -23,7 +24,8 @@ import ray
 from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
 from actors.pool.monitor import Monitor
 from actors.progress import Progress
-from app.run.join import Joining, _drained, _told_to_leave, join_until_told
+from app.run.cluster import ClusterAddress
+from app.run.join import Joining, _drained, _leave, _told_to_leave, join_until_told
 from ops.typed import ConfigError
 from tests.actors.fakes import Handle
 from tests.rays import local_ray
@@ -193,6 +195,32 @@ def test_a_notice_may_come_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(threading.Condition, "__enter__", entered)
         monkeypatch.setattr(time, "sleep", slept)
         assert leaves.wait(60) and leaves.is_set()
+
+
+def test_the_next_notice_does_not_end_a_leave(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch system tells by SIGUSR1 and then by SIGTERM, of which Ray has handlers of its own."""
+    began: list[str] = []
+
+    def connect(address: str, **more: object) -> None:
+        began.append(address)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        if len(began) == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    def goes_on(address: str, node: str, leave_s: float) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", connect)
+    monkeypatch.setattr("actors.ray_calls.nodes", list)
+    monkeypatch.setattr("app.run.join._start_nothing_more", goes_on)
+    monkeypatch.setattr("app.run.join._drained", lambda node: [])
+    node: Any = SimpleNamespace(id_among=lambda cluster: "here")
+    with _told_to_leave(False) as leaves:
+        _leave(ClusterAddress(address="127.0.0.1:9", auth=""), node, 60.0)
+        assert leaves.is_set() and began == ["127.0.0.1:9"] * 2
+    assert "leaving: no worker of this machine" in capsys.readouterr().out
 
 
 def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
