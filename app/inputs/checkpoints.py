@@ -113,8 +113,8 @@ def later_folder(run: Path, checkpoint: Path) -> Path:
 
 
 def later_folders(run: Path) -> list[Path]:
-    """All of them: a run may go back more than once."""
-    return sorted(run.glob("later-than-*-steps"))
+    """All of them: a run may go back more than once, and have gone on where that was cut short."""
+    return sorted(run.glob("later-than-*-steps*"))
 
 
 def run_config(meta: Meta, folder: Path) -> RunConfig:

@@ -4,7 +4,8 @@ What came after it lies in RUN/later-than-N-steps/ from then on: later checkpoin
 moved there, metrics.jsonl and workers.jsonl copied, as their lines of later steps go when those steps are taken again
 (and are `recomputed` then). Where one of these folders is a link to another file system, its files stay on that, in a
 folder later-than-N-steps/ to which the one of the run has a link. The position of the data and its counts are those of
-the checkpoint.
+the checkpoint. Where a start was cut short while it moved them, and the run has gone on without going back, what had
+been moved lies in later-than-N-steps-2/.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import errno
 import itertools
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from actors.state.checkpoint_writer import root_of, step_of
@@ -23,6 +25,8 @@ from app.settings.run_folder import LORA
 from ops.counted import counted
 
 _STEP = re.compile(r"step-(\d+)")
+_COPIED = (METRICS, WORKERS, OLDER_WORKERS)
+_READ_BYTES = 1 << 20
 _BESIDE = ("samples", "plans", LORA)  # folders of the run with files that are named after steps
 
 
@@ -35,16 +39,36 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
     part = aside.with_name(f".{aside.name}.part")  # until all is in it: one that was cut short is gone on with
     if not later and not other and not part.exists():
         return ""
+    copied = [folder / name for name in _COPIED if (folder / name).is_file()]
+    moved = {path: part / path.parent.name for path in [*other, *later]}
+    before = ""
+    if any((place / path.name).exists() for path, place in moved.items()) or not _begin(part, copied):
+        # the run has gone on since: these are of steps that it has taken again
+        apart = next(filter(_is_free, (aside.with_name(f"{aside.name}{more}") for more in islice(_endings(), 1, None))))
+        part.rename(apart)
+        before = f"; what an earlier start had moved when it was cut short lies in {apart}"
     part.mkdir(exist_ok=True)
-    for name in (METRICS, WORKERS, OLDER_WORKERS):
-        if (folder / name).is_file():
-            shutil.copy2(folder / name, part / name)
-    for path in [*other, *later]:
-        _move(path, part / path.parent.name, aside.name)
+    for path in copied:
+        shutil.copy2(path, part / path.name)
+    for path, place in moved.items():
+        _move(path, place, aside.name)
     part.rename(aside)
     names = ", ".join(path.name for path in reversed(later)) or "samples, plans or LoRA files"
     steps = counted(steps_of(checkpoint), "step")
-    return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far"
+    return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far{before}"
+
+
+def _begin(part: Path, copied: Sequence[Path]) -> bool:
+    """Whether the files are those of which `part` has copies, or such as have grown since, or the copies are torn."""
+    return all(_begins(part / path.name, path) for path in copied if (part / path.name).is_file())
+
+
+def _begins(copy: Path, path: Path) -> bool:
+    with copy.open("rb") as begin, path.open("rb") as whole:
+        while read := begin.read(_READ_BYTES):
+            if whole.read(len(read)) != read:
+                return False
+    return True
 
 
 def _move(path: Path, place: Path, aside: str) -> None:

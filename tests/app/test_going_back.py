@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.state.checkpoint_files import begin, latest, step_folder
-from app.inputs.checkpoints import earlier_checkpoint
+from app.inputs.checkpoints import earlier_checkpoint, later_folders
 from app.records.rundir import RunDir
 from app.run import launch
 from app.run.going_back import set_aside
@@ -79,6 +79,42 @@ def test_a_move_that_is_cut_short_leaves_the_run_at_this_checkpoint_or_a_later_o
     with pytest.raises(OSError, match="gone"):
         set_aside(run, earlier)
     assert latest(run / "checkpoints") == run / "checkpoints" / "step-19"
+
+
+def test_a_run_that_went_on_where_a_move_was_cut_short_goes_back_and_nothing_is_lost(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `--resume` alone: it has taken the steps again whose files were moved already."""
+    earlier, aside = run / "checkpoints" / "step-9", run / "later-than-10-steps"
+    rename = Path.rename
+    moved: list[str] = []
+
+    def rename_some(path: Path, place: Path) -> Path:
+        moved.append(path.name)
+        if path.name == "step-19":
+            raise OSError("the machine is gone")
+        return rename(path, place)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="gone"):
+        patched.setattr(Path, "rename", rename_some)
+        set_aside(run, earlier)
+    assert "step-29" in moved
+    write_checkpoint(run, tiny_run(), 29)
+    (run / "samples" / "step-29-01.mp4").write_text("again")
+    (run / "metrics.jsonl").write_text(again := METRICS.partition('{"step": 20}')[0] + '{"step": 20, "loss": 1}\n')
+    before = set(contents(run).values())
+    assert "what an earlier start had moved when it was cut short lies in runs/tiny/later-than-10-steps-2" in set_aside(
+        run, earlier
+    )
+    assert latest(run / "checkpoints") == earlier
+    assert [(folder / "metrics.jsonl").read_text() for folder in later_folders(run)] == [again, METRICS]
+    assert [(folder / "samples" / "step-29-01.mp4").read_text() for folder in later_folders(run)] == [
+        "again",
+        "samples/step-29-01.mp4",
+    ]
+    assert latest(aside / "checkpoints") == aside / "checkpoints" / "step-29"
+    assert before <= set(contents(run).values())
+    assert not list(run.glob(".*.part"))
 
 
 @pytest.mark.parametrize("name", ["lora", "samples", "plans", "checkpoints"])
