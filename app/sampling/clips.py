@@ -440,6 +440,7 @@ def write_clips(out: Path, clips: Iterable[tuple[int, np.ndarray]], prompts: Seq
     """
     files, sheet = clip_files(out, len(prompts))
     sheet.parent.mkdir(parents=True, exist_ok=True)
+    record_file(sheet).unlink(missing_ok=True)  # by which workers would take these clips for theirs
     shown: dict[int, np.ndarray] = {}
     for number, clip in clips:
         with whole_file(files[number]) as part:
@@ -461,6 +462,11 @@ def clip_files(out: Path, count: int) -> tuple[list[Path], Path]:
     stem = out / "sample" if is_clip_folder(out) else out.with_suffix("")
     names = [f"{stem.name}.mp4"] if count == 1 else [f"{stem.name}-{index:02d}.mp4" for index in range(count)]
     return [stem.with_name(name) for name in names], stem.with_name(f"{stem.name}.png")
+
+
+def record_file(sheet: Path) -> Path:
+    """Where `heddle sample --workers` keeps, beside the contact sheet, which of these clips are finished."""
+    return sheet.with_name(f"{sheet.stem}.clips.jsonl")
 
 
 def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:

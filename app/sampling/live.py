@@ -133,12 +133,13 @@ class LiveSamples:
 
     def _made(self, now: _Round, clip: LiveClip, made: MadeClip) -> RunEvent | None:
         from app.drawing.video import contact_sheet
-        from app.sampling.clips import clip_files
+        from app.sampling.clips import clip_files, record_file
 
         prompts = self._config.sample.prompts
         name = "first" if now.step < 0 else f"step-{now.step}"
         files, sheet = clip_files(self._run_dir / "samples" / f"{name}.mp4", len(prompts))
         sheet.parent.mkdir(exist_ok=True)
+        record_file(sheet).unlink(missing_ok=True)  # see `write_clips`
         write_whole(files[clip.number], made.mp4)
         now.shown[clip.number] = made.shown
         if len(now.shown) < len(prompts):

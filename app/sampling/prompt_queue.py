@@ -7,12 +7,14 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from actors.state.checkpoint_files import GONE, checksum_or_gone
 from app.sampling.clip_worker import ClipJob
 from ops.whole_file import write_whole
 
@@ -60,14 +62,22 @@ class PromptQueue:
 
 
 class ClipRecord:
-    """Which clips of a job are finished: the job on the first line, a number on every further one."""
+    """Which clips of a job are finished: the job on the first line, with what tells its weights from others that come
+    to lie in the same place, and a number on every further one."""
 
     def __init__(
         self, path: Path, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray | None] = ()
     ) -> None:
         self.path = path
         pictures = ["" if one is None else hashlib.sha256(one.tobytes()).hexdigest() for one in first]
-        self._header = json.dumps({**asdict(job), "prompts": list(prompts), "first": pictures}, sort_keys=True)
+        weights = [job.checkpoint, *([] if job.other is None else [job.other]), *(lora.path for lora in job.loras)]
+        whole = {
+            **asdict(job),
+            "prompts": list(prompts),
+            "first": pictures,
+            "weights": [_weights(Path(path)) for path in weights],
+        }
+        self._header = json.dumps(whole, sort_keys=True)
 
     def finished(self) -> set[int]:
         """Numbers of the clips that the same job has finished; none where the record is of another one, which is begun
@@ -85,3 +95,16 @@ class ClipRecord:
     def add(self, index: int) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{index}\n")
+
+
+def _weights(path: Path) -> object:
+    """Another value once other weights lie there: the checksum of a checkpoint; else sizes and times of files. Only of
+    weights: clips may be made into a folder of the model."""
+    found = checksum_or_gone(path)
+    if found != GONE:
+        return found
+    with suppress(OSError):
+        files = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+        states = [(str(file.relative_to(path)), file.stat()) for file in files if file.is_file()]
+        return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+    return None

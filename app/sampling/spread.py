@@ -27,7 +27,7 @@ from actors.refs import Ref
 from app.drawing.video import SHEET_CLIPS, contact_sheet, read_mp4, sheet_frames
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWorker, ClipWorkerHandle, MadeClip
-from app.sampling.clips import ClipSettings, clip_files
+from app.sampling.clips import ClipSettings, clip_files, record_file
 from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, check_deaths, line_of
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompt_queue import MAX_LOSSES, ClipRecord, PromptQueue
@@ -66,7 +66,7 @@ def spread(
     What is finished stays, and the same call continues.
     """
     files, sheet = clip_files(out, len(prompts))
-    record = ClipRecord(sheet.with_name(f"{sheet.stem}.clips.jsonl"), job, prompts, first)
+    record = ClipRecord(record_file(sheet), job, prompts, first)
     finished = {index for index in record.finished() if index < len(files) and files[index].is_file()}
     if finished:
         tell(f"note: there already: {len(finished)} of {counted(len(prompts), 'clip')}")
@@ -101,7 +101,7 @@ def spread(
             crew.close()
     contact_sheet(sheet, [shown[index] for index in sorted(shown)], prompts, columns=1 if len(prompts) <= 4 else 2)
     write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
-    record.path.unlink()
+    record.path.unlink(missing_ok=True)  # another command has written here meanwhile
     return [*files, sheet]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ from app.sampling import clip_worker
 from app.sampling import spread as spreading
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWork, ClipWorker, MadeClip
-from app.sampling.clips import ClipChanges, ClipSettings, clip_files, clips_of
+from app.sampling.clips import ClipChanges, ClipSettings, clip_files, clips_of, write_clips
 from app.sampling.crew import ClipCrew, CrewError
 from app.sampling.model import saved_model
 from app.sampling.prompt_queue import ClipRecord, PromptQueue
@@ -124,6 +125,32 @@ def test_a_record_continues_its_own_job_only(tmp_path: Path) -> None:
     other = replace(job(tmp_path), settings=replace(settings(), seed=7))
     assert ClipRecord(path, other, PROMPTS).finished() == set()
     assert ClipRecord(path, job(tmp_path), PROMPTS).finished() == set()  # it is the other job's now
+
+
+@pytest.mark.parametrize("name", ["COMPLETE", "model.safetensors"])
+def test_a_record_finishes_nothing_of_other_weights_in_the_same_place(tmp_path: Path, name: str) -> None:
+    """As after `heddle train --overwrite`, or another export."""
+    (folder := tmp_path / "step-9").mkdir()
+    (folder / "shard").write_text("1")
+    path = tmp_path / "x.clips.jsonl"
+    (folder / name).write_text(json.dumps({"files": {"shard": {"size": 1, "crc32": 1}}}))
+    record = ClipRecord(path, job(folder), PROMPTS)
+    record.finished()
+    record.add(1)
+    assert ClipRecord(path, job(folder), PROMPTS).finished() == {1}
+    (folder / name).write_text(json.dumps({"files": {"shard": {"size": 1, "crc32": 20}}}))
+    assert ClipRecord(path, job(folder), PROMPTS).finished() == set()
+
+
+def test_clips_that_one_process_has_made_are_not_taken_for_those_of_workers(tmp_path: Path) -> None:
+    """The command has the same --out and another number of steps."""
+    path = tmp_path / "x.clips.jsonl"
+    record = ClipRecord(path, job(tmp_path), PROMPTS)
+    record.finished()
+    record.add(0)
+    made = ((number, np.zeros((1, 16, 16, 3), np.uint8)) for number in range(len(PROMPTS)))
+    write_clips(tmp_path / "x.mp4", made, PROMPTS, 8.0)
+    assert ClipRecord(path, job(tmp_path), PROMPTS).finished() == set()
 
 
 def test_of_many_clips_that_are_there_those_of_the_contact_sheet_alone_are_decoded(
