@@ -70,6 +70,7 @@ class LiveSamples:
         self._next: _Round | None = None
         self._wanted: list[LiveClip] = []
         self._dropped: set[str] = set()
+        self._num_rounds = 0
         self._running: ObjectRef[list[str]] | None = None
         for left in run_dir.glob("samples/.checkpoint*"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -182,14 +183,15 @@ class LiveSamples:
         from actors.state.checkpoint_writer import root_of
         from app.sampling.live_clip import LiveClip
 
-        first, folder = self._first, ""
-        held_at = self._run_dir / "samples" / f".checkpoint-{step}"
+        first, folder, self._num_rounds = self._first, "", self._num_rounds + 1
+        held_at = self._run_dir / "samples" / f".checkpoint-{step}-{self._num_rounds}"
         if step >= 0:
             folder = str(held_checkpoint(step_folder(root_of(self._run_dir), step), held_at).resolve())
         clips = [
             LiveClip(
                 folder=folder,
                 step=step,
+                round=self._num_rounds,
                 number=number,
                 config=self._config,
                 first=tuple(picture for picture in first[number : number + 1] if picture is not None),

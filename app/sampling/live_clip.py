@@ -34,6 +34,7 @@ class LiveClip:
 
     folder: str  # of the checkpoint; "": the weights that the run begins with
     step: int
+    round: int  # of the run: a checkpoint that is made again has another one
     number: int
     config: RunConfig
     first: tuple[np.ndarray, ...]  # the pictures that it is made from, if any
@@ -41,7 +42,7 @@ class LiveClip:
 
     @property
     def name(self) -> str:
-        return f"step-{self.step} prompt {self.number}"
+        return f"step-{self.step} prompt {self.number} of round {self.round}"
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
         """Raises what `weights_of` raises."""

@@ -126,7 +126,7 @@ def test_of_checkpoints_that_come_faster_the_newest_waits(tmp_path: Path) -> Non
     live.on_checkpoint(79)
     late = live.on_checkpoint(119)
     assert late == SamplesFailed(step=79, why="the next are due and they have not begun")
-    assert [path.name for path in (tmp_path / "samples").glob(".*")] == [".checkpoint-119"]
+    assert [path.name for path in (tmp_path / "samples").glob(".*")] == [".checkpoint-119-3"]
     live.ended(report(first))
     assert isinstance(live.ended(report(second)), SamplesMade)
     waited = live.wanted()
@@ -160,6 +160,20 @@ def test_a_failure_is_told_once_and_the_next_round_is_made(tmp_path: Path) -> No
     assert live.ended(report(second)) is None and not (tmp_path / "samples").exists()
     live.on_checkpoint(79)
     assert len(live.wanted()) == 2
+
+
+def test_samples_of_a_checkpoint_that_is_made_again_are_made_where_the_first_ones_failed(tmp_path: Path) -> None:
+    """Training may go back to before a checkpoint that is damaged: the clips that were dropped are not those of now."""
+    live = samples(tmp_path)
+    folder = write_checkpoint(tmp_path, tiny_run(), 39)
+    live.on_checkpoint(39)
+    first, second = live.wanted()
+    live.on_checkpoint(39)  # before it has ended
+    live.ended(report(first, failed="step-39 is damaged"))
+    again = live.wanted()
+    assert not any(clip.name in live.dropped() for clip in again) and live.ended(report(second)) is None
+    assert all((Path(clip.folder) / "COMPLETE").exists() and clip.folder != str(folder) for clip in again)
+    assert live.ended(report(again[0])) is None and isinstance(live.ended(report(again[1])), SamplesMade)
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -276,7 +290,7 @@ def test_the_first_weights_are_those_of_the_checkpoint_that_a_run_begins_with(
     optimizer = replace(run.train.optimizer, ema_decay=ema_decay)
     train = replace(run.train, init_from=str(folder), init_moments=init_moments, optimizer=optimizer)
     config, expected = replace(run, train=train), dict(build_dit(model.dit, seed).named_parameters())
-    clip = LiveClip(folder="", step=-1, number=0, config=config, first=())
+    clip = LiveClip(folder="", step=-1, round=1, number=0, config=config, first=())
     part = HeldOutPart(train=train, draws=1, timeout_s=60, clips=())
     work = HeldOutWork(folder="", step=-1, round=1, number=0, part=part)
     for found in (clip.weights(modules), work.weights(modules)):
@@ -300,7 +314,7 @@ def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
     asides = Asides(modules, torch.device("cpu"))
     wanted = clips_of(saved_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
     for number, video in wanted:
-        clip = LiveClip(folder=str(folder), step=3, number=number, config=config, first=())
+        clip = LiveClip(folder=str(folder), step=3, round=1, number=number, config=config, first=())
         done = asides.turn(TurnTask(generation=1, step=9, aside=clip, gap_s=0.0, share=0.0, whole=True))
         assert not done.failed and isinstance(done.made, MadeClip)
         assert done.made.mp4 == mp4_of(video, config.sample.fps)
