@@ -89,6 +89,7 @@ class FolderLock:
         self._stamp: Stamp | None = None
         self._wrong = ""  # with the last beat
         self._end = threading.Event()
+        self._using = threading.Lock()  # the file, between the beats and `release`
         self._beats: threading.Thread | None = None
 
     def take(self, wait_s: float, tell: Callable[[str], None]) -> None:
@@ -108,11 +109,12 @@ class FolderLock:
         self._end.set()
         if self._beats is not None:
             self._beats.join(timeout=self._beat_s)
-        if not self.lost and _is_at(self._file, self.path):
-            with suppress(OSError):  # a folder that has become read-only keeps the file; the kernel frees the lock
-                self.path.unlink()
-        os.close(self._file)
-        self._file = None
+        with self._using:
+            if not self.lost and _is_at(self._file, self.path):
+                with suppress(OSError):  # a folder that has become read-only keeps the file; the kernel frees the lock
+                    self.path.unlink()
+            _close(self._file)
+            self._file = None
 
     def __enter__(self) -> FolderLock:
         return self
@@ -131,7 +133,7 @@ class FolderLock:
         if by_kernel is not False and self._may_have(file, by_kernel, tell):
             self._file = file
             return True
-        os.close(file)
+        _close(file)
         return by_kernel is False and self._outlives(tell) and self._try(tell)
 
     def _may_have(self, file: int, by_kernel: bool | None, tell: Callable[[str], None]) -> bool:
@@ -184,15 +186,20 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._end.wait(self._beat_s) and not self.lost:
-            assert self._file is not None and self._stamp is not None
             found = holder(self.path)
+            if self._end.is_set():  # while the file system did not answer
+                return
             if found is not None and found.token != self.token:
                 self.lost = True
                 log.error("%s was taken by process %d on %s", self.path, found.pid, found.host)
                 return
-            self._stamp = replace(self._stamp, beat=self._stamp.beat + 1)
-            wrong = "" if _is_at(self._file, self.path) else self._put_back()
-            self._tell_of(_write(self._file, self._stamp) or wrong)
+            with self._using:
+                if self._end.is_set():
+                    return
+                assert self._file is not None and self._stamp is not None
+                self._stamp = replace(self._stamp, beat=self._stamp.beat + 1)
+                wrong = "" if _is_at(self._file, self.path) else self._put_back()
+                self._tell_of(_write(self._file, self._stamp) or wrong)
 
     def _tell_of(self, wrong: str) -> None:
         """Once when beats begin to fail, and once when they work again: a file server may be away for a night."""
@@ -221,7 +228,7 @@ class FolderLock:
                 self.lost = not self._wrote(file)
         except OSError as error:
             wrong = f"{self.path} cannot be locked again: {error}"
-        os.close(unused)
+        _close(unused)
         return wrong
 
     def _wrote(self, file: int) -> bool:
@@ -233,6 +240,12 @@ def _opened(path: Path) -> int:
     """The lock file, made where there is none. Where others may write in its folder they could link it to any file,
     which the stamp would then be written over: a link is an OSError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def _close(file: int) -> None:
+    """Close a file of which no more is wanted: file systems report what became of an earlier stamp only now."""
+    with suppress(OSError):
+        os.close(file)
 
 
 def _flock(file: int) -> bool | None:

@@ -254,6 +254,59 @@ def test_an_error_of_the_file_system_ends_no_beats(path: Path, monkeypatch: pyte
         beats_on(path, 5)
 
 
+def test_a_stamp_that_fails_when_its_file_is_closed_ends_neither_beats_nor_a_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS and quotas tell of it so late."""
+    close, told = os.close, []
+
+    def failing(file: int) -> None:
+        is_lock = os.fstat(file).st_size == lock._BYTES
+        close(file)
+        if is_lock:
+            told.append(file)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with FolderLock(path, beat_s=0.1) as ours:
+        ours.take(0.0, ignore)
+        monkeypatch.setattr(os, "close", failing)
+        with pytest.raises(FolderHeld):
+            FolderLock(path).take(0.0, ignore)
+        path.unlink()
+        beats_on(path, 5)
+    assert len(told) == 3 and not path.exists()
+
+
+def test_beats_that_the_file_system_held_up_do_not_go_on_when_the_lock_was_given_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They made the file anew, and the lock was held by nobody's run until its process had ended."""
+    hangs, goes_on, close = threading.Event(), threading.Event(), os.close
+
+    def slow(file: int) -> None:
+        close(file)
+        goes_on.set()  # while an unlock is awaited
+        if threading.current_thread() is not ours._beats and ours._beats is not None:
+            ours._beats.join(5)
+
+    def hanging(looked_at: Path) -> lock.Stamp | None:
+        if threading.current_thread() is ours._beats:
+            hangs.set()
+            goes_on.wait(60)
+        return holder(looked_at)
+
+    monkeypatch.setattr(lock, "holder", hanging)
+    with FolderLock(path, beat_s=0.1) as ours:
+        ours.take(0.0, ignore)
+        assert ours._beats is not None and hangs.wait(60)
+        monkeypatch.setattr(os, "close", slow)
+    monkeypatch.setattr(os, "close", close)
+    ours._beats.join(60)
+    assert not path.exists() and not ours.lost
+    with FolderLock(path) as again:
+        again.take(0.0, ignore)
+
+
 def test_a_look_that_the_file_server_does_not_answer_loses_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel refused the lock of the file, opened anew, to the process that holds it, and the run ended as lost."""
     failures = iter([OSError(errno.EIO, "Input/output error"), OSError(errno.ETIMEDOUT, "Connection timed out")])
