@@ -124,7 +124,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             finally:
                 signals.over()
                 shut_down_ray()
-                if fresh and not worth_keeping(folder):
+                if fresh and not lock.lost and not worth_keeping(folder):
                     shutil.rmtree(folder, ignore_errors=True)
         if not lock.lost and holder(lock_path(folder, CONTROLLER)) is None:
             tell_failure(folder, outcome, told_before)  # the controller may have had no recorder

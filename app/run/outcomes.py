@@ -99,14 +99,19 @@ def note_start(folder: Path) -> None:
 
 
 def worth_keeping(folder: Path) -> bool:
-    """Whether a run has left something worth keeping: a step, a checkpoint, a list of faults, a traceback."""
+    """Whether a run has left something worth keeping: a step, a checkpoint, a list of faults, a traceback. So may a
+    folder that cannot be read."""
     metrics = folder / "metrics.jsonl"
-    return (
-        (metrics.is_file() and metrics.stat().st_size > 0)
-        or (folder / "checkpoints").is_dir()
-        or any((folder / name).is_file() for name in ("bad.jsonl", "error.txt"))
-        or _resumable(folder)
-    )
+    try:
+        return (
+            (metrics.is_file() and metrics.stat().st_size > 0)
+            or (folder / "checkpoints").is_dir()
+            or any((folder / name).is_file() for name in ("bad.jsonl", "error.txt"))
+            or _resumable(folder)
+        )
+    except OSError as error:
+        log.warning("%s: %s", folder, error)
+        return True
 
 
 def _resumable(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from actors.outcome import Outcome
 from app.cli import main
 from app.inputs import shared_cores
-from app.run.lock import FolderHeld
+from app.run.lock import FolderHeld, FolderLock
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, one_line
 from app.settings.run_folder import prepare_run_dir
@@ -374,6 +374,29 @@ def test_a_start_that_fails_before_its_controller_is_told_in_the_events_of_the_r
     with pytest.raises(DataError):
         launch.train(DEMO, [*here, "run.name=other"], resume=True)
     assert not (tmp_path / "other").exists(), "a start that came to nothing leaves no folder"
+
+
+def test_a_start_that_came_to_nothing_leaves_the_folder_to_another_that_has_it_by_now(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.run import launch
+
+    class Lost(FolderLock):
+        def take(self, wait_s: float, tell: Callable[[str], None]) -> None:
+            super().take(wait_s, tell)
+            self.lost = True
+
+    def no_ray(config: RunConfig) -> None:
+        prepare_run_dir(config)  # by the other one
+        raise DataError("the cluster does not answer")
+
+    monkeypatch.setattr(launch, "FolderLock", Lost)
+    monkeypatch.setattr(launch, "connect", no_ray)
+    monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
+    here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
+    with pytest.raises(DataError):
+        launch.train(DEMO, [*here, "run.name=other"])
+    assert (tmp_path / "other" / "config.yaml").exists()
 
 
 def test_a_start_that_is_refused_as_its_run_is_alive_writes_nothing_into_the_events_of_that(

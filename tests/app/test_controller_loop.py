@@ -237,6 +237,12 @@ def test_a_start_that_came_to_nothing_leaves_no_folder(tmp_path: Path, name: str
     assert worth_keeping(tmp_path) is kept
 
 
+def test_a_folder_that_cannot_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hid the error that had ended the run."""
+    monkeypatch.setattr(Path, "is_file", failing(OSError(errno.ESTALE, "Stale file handle")))
+    assert worth_keeping(tmp_path)
+
+
 def test_a_script_is_told_which_run_begins_and_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note_start(tmp_path)  # nobody asks
     monkeypatch.setenv(START_NOTE, str(tmp_path / "note"))
