@@ -14,7 +14,7 @@ from app.records.trackers import MLFLOW_ID, WANDB_ID
 from ops.whole_file import write_whole
 
 PLACE = "run_place"  # in the run's folder: where it lay at its last start
-_OWN = (RUN_ID, WANDB_ID, MLFLOW_ID)
+_OWN = (WANDB_ID, MLFLOW_ID, RUN_ID)  # in the order in which they go: while it has the last, it counts as a copy
 
 
 def keep_apart(folder: Path) -> str:

@@ -33,6 +33,28 @@ def test_a_copy_gets_ids_of_its_own_and_the_original_keeps_its(tmp_path: Path) -
     assert (run_id(copy), run_id(original)) == (theirs, ours) and (original / WANDB_ID).exists()
 
 
+@pytest.mark.parametrize("cut_short", [1, 2, 3])
+def test_a_copy_whose_start_is_cut_short_gets_ids_of_its_own_at_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_short: int
+) -> None:
+    """It wrote on the original's pages."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    ours, unlink, left = started(original), Path.unlink, [cut_short]
+    shutil.copytree(original, copy)
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", killed)
+        keep_apart(copy)
+    keep_apart(copy)
+    assert run_id(copy) != ours and not (copy / WANDB_ID).exists()
+
+
 def test_a_moved_folder_and_one_that_is_named_otherwise_stay_the_run_that_they_were(tmp_path: Path) -> None:
     ours = started(tmp_path / "first")
     (tmp_path / "first").rename(tmp_path / "second")
