@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 WANDB_ID = "wandb.id"  # in the run's folder: a resumed run continues its own page
 MLFLOW_ID = "mlflow.id"  # the same
+_ID_LENGTH = 32
 _PARAMETERS_PER_CALL = 100  # MLflow's limits
 _PARAMETER_LENGTH = 6000
 # Of 64 workers and five figures of each, an event file grows by 10 kB in a step, 2 GB in a month of steps, of which
@@ -229,7 +230,12 @@ class MlflowTracker:
         known = folder / MLFLOW_ID
         self._run = id_in(known)
         if self._run and self._goes_on():
+            try:
+                self._tell(config)
+            except Exception as error:  # of MLflow; it may have refused them before
+                log.warning("mlflow has not taken all settings: %s", without_secrets(str(error)))
             return
+        write_whole(known, self._run or " " * _ID_LENGTH)  # a full disk would cost a run on the server at each try
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "heddle")
         experiment = self._client.get_experiment_by_name(name)
         made = self._client.create_run(
@@ -253,9 +259,11 @@ class MlflowTracker:
         return True
 
     def _tell(self, config: Mapping[str, object]) -> None:
+        """The settings that it does not have, as where it stopped to answer; it takes no other value for one."""
         from mlflow.entities import Param
 
-        settings = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flat(config)]
+        told = self._client.get_run(self._run).data.params
+        settings = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flat(config) if key not in told]
         for first in range(0, len(settings), _PARAMETERS_PER_CALL):
             self._client.log_batch(self._run, params=settings[first : first + _PARAMETERS_PER_CALL])
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -159,6 +159,9 @@ def test_a_tracker_whose_id_a_full_disk_has_cut_off_gets_one_when_there_is_room(
         def create_run(self, experiment: str, **described: object) -> SimpleNamespace:
             return SimpleNamespace(info=SimpleNamespace(run_id="made"))
 
+        def get_run(self, run: str) -> SimpleNamespace:
+            return SimpleNamespace(data=SimpleNamespace(params={}))
+
         def log_batch(self, run: str, **settings: object) -> None: ...
 
         def update_run(self, run: str, status: str) -> None:
@@ -186,6 +189,54 @@ def test_a_tracker_whose_id_a_full_disk_has_cut_off_gets_one_when_there_is_room(
         TRACKERS[name](tmp_path, {})
     (own,) = set(taken)
     assert own and own == (tmp_path / f"{name}.id").read_text()
+
+
+def test_mlflow_makes_one_run_and_has_all_settings_whatever_fails_at_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    params: dict[str, dict[str, str]] = {}  # by run
+    fails = [3]  # calls until the server does not answer once
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None: ...
+
+        def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(experiment_id="1")
+
+        def create_run(self, experiment: str, **described: object) -> SimpleNamespace:
+            params[run := f"made-{len(params)}"] = {}
+            return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+        def get_run(self, run: str) -> SimpleNamespace:
+            return SimpleNamespace(data=SimpleNamespace(params=params[run]))
+
+        def log_batch(self, run: str, params: Sequence[tuple[str, str]]) -> None:
+            fails[0] -= 1
+            if not fails[0]:
+                raise OSError("504")
+            assert not {key for key, _ in params} & self.get_run(run).data.params.keys(), "it takes a setting once"
+            self.get_run(run).data.params.update(params)
+
+        def update_run(self, run: str, status: str) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=Client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Param=lambda *given: given))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
+    for variable in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(variable, "1")  # the tracker sets them: they are put back
+    settings = {f"n{number}": number for number in range(250)}
+    with monkeypatch.context() as patched:
+        for method in ("write_text", "write_bytes"):
+            patched.setattr(Path, method, full_disk)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                TRACKERS["mlflow"](tmp_path, settings)
+    with pytest.raises(OSError, match="504"):
+        TRACKERS["mlflow"](tmp_path, settings)
+    for _ in range(2):
+        TRACKERS["mlflow"](tmp_path, settings)
+    assert params == {"made-0": {key: str(value) for key, value in settings.items()}}
 
 
 def test_gauges_say_how_far_the_run_and_its_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
