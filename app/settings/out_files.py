@@ -1,4 +1,4 @@
-"""Whether the files that a command is to write, by --out and the like, can be written."""
+"""The files that a command is to write, by --out and the like: whether they can be written, and pages as a whole."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ops.typed import ConfigError
+from ops.whole_file import write_whole
 
 PAGES = (".html", ".htm")
 
@@ -17,6 +18,17 @@ def check_page(path: Path | None, option: str = "--out") -> None:
     if path is not None and path.is_file() and path.suffix.lower() not in PAGES:
         raise ConfigError(f"{option} {path} is there and no page; give a file that ends in {PAGES[0]}.")
     check_writable([path], option)
+
+
+def put_page(path: Path, text: str) -> None:
+    """In the place of an earlier one, which a full disk leaves as it was. What is no file, such as a pipe, and a file
+    in a folder that takes no others, are written as they are."""
+    target = Path(os.path.realpath(path))  # what a link leads to, whose place is not for a page
+    is_other = target.exists() and not target.is_file()
+    if is_other or not os.access(target.parent, os.W_OK | os.X_OK):
+        target.write_text(text, encoding="utf-8")
+    else:
+        write_whole(target, text)
 
 
 def check_writable(files: Iterable[Path | None], option: str = "--out") -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NoReturn
 
 import av
 import numpy as np
@@ -26,6 +29,7 @@ from app.report.facts import UsualStep, late_cascade, why_slow
 from app.report.page import write_report
 from app.report.totals import SpanTotals, StepTotals
 from app.sampling.clips import write_clips
+from app.settings.out_files import put_page
 from data.ledger import Fault, Ledger, Reason
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -293,6 +297,36 @@ def test_the_page_makes_its_folder_and_replaces_no_records(run_folder: Path) -> 
     with pytest.raises(ConfigError, match=r"config.yaml is there and no page; give a file that ends in .html"):
         write_report(run, run_folder / "config.yaml")
     assert (run_folder / "config.yaml").read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_earlier_page(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, write = RunDir.open(run_folder), Path.write_bytes
+    (link := run_folder / "link.html").symlink_to(write_report(run))
+    before = link.read_bytes()
+
+    def full(path: Path, *given: object, **named: object) -> NoReturn:
+        write(path, b"")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        for name in ("write_text", "write_bytes"):
+            patched.setattr(Path, name, full)
+        for out in (None, link):
+            with pytest.raises(OSError, match="No space left"):
+                write_report(run, out)
+        with pytest.raises(OSError, match="No space left"):
+            put_page(run_folder / "report.html", "of two runs")
+    assert link.read_bytes() == before and not list(run_folder.glob(".*.part"))
+    put_page(link, "another")
+    assert link.is_symlink() and (run_folder / "report.html").read_text() == "another"
+
+
+def test_a_page_goes_into_a_pipe_as_it_is(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "page.html")
+    with ThreadPoolExecutor(1) as readers:
+        read = readers.submit(pipe.read_text)
+        put_page(pipe, "of a run")
+        assert read.result(60) == "of a run" and pipe.is_fifo()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
