@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from actors.plan.types import ENCODED, Module
 from app.data_tools.printing import print_ledger
 from app.data_tools.sources import ProgressBar
-from app.inputs.checkpoints import data_before, steps_begun
+from app.inputs.checkpoints import data_before, most_steps, steps_begun
 from app.inputs.profiles import gpu_of
 from app.inputs.synthetic import make_missing
 from app.kept.wanted import NO_SOURCE, CacheLook, WantedEntry, look
@@ -54,7 +54,7 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     """Body of the command. Raises ConfigError for a run that has no cache or nothing to keep in it, and where the disk
     is too small; DataError where more clips are bad than `data.limits` allow; FillError, NotKept."""
     config = from_here(RunConfig.load(path, overrides))
-    check_read(config, steps_begun(config), data_before(config))
+    check_read(config, steps_begun(config), data_before(config), most_steps(config))
     modules = _kept_modules(config)
     make_missing(config.data.sources)
     if dry_run:

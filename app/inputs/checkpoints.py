@@ -27,7 +27,9 @@ from app.settings.written_by import explained
 from data.config import DataConfig
 from ops.counted import counted
 from ops.typed import ConfigError, build, parse
+from ops.whole_file import write_whole
 
+MOST_STEPS = "most_steps"  # in the run's folder: how many steps it has ever had
 _MOST_NAMED = 12  # checkpoints in a message
 _GIVE = "Give the folder of a run, such as runs/demo, or a checkpoint in it."
 
@@ -105,6 +107,22 @@ def data_before(config: RunConfig) -> DataConfig | None:
         return RunConfig.load(run_dir(config) / CONFIG).data
     except (OSError, ConfigError):
         return None
+
+
+def most_steps(config: RunConfig) -> int:
+    """The most steps that the run has ever had, as its resumes have noted: a crash may have cost some since, or it has
+    gone back."""
+    noted = 0
+    with suppress(OSError, ValueError):
+        noted = int((run_dir(config) / MOST_STEPS).read_text(encoding="utf-8"))
+    return max(noted, steps_begun(config))
+
+
+def note_most_steps(config: RunConfig) -> None:
+    """Called before a resume takes any step again, by which its line of the metrics goes. Only a run with pictures is
+    asked for it: `check_more_than_first`."""
+    if any(buckets.has_pictures for buckets in config.data.tables):
+        write_whole(run_dir(config) / MOST_STEPS, f"{most_steps(config)}\n")
 
 
 def later_folder(run: Path, checkpoint: Path) -> Path:

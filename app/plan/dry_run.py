@@ -20,7 +20,7 @@ from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import account_lines
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.beside import spared
-from app.inputs.checkpoints import data_before, earlier_checkpoint, later_folders, steps_begun
+from app.inputs.checkpoints import data_before, earlier_checkpoint, later_folders, most_steps, steps_begun
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -63,7 +63,7 @@ def dry_run(
     """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
     PlanError. An existing run may be previewed without `resume` or `overwrite`, which its start would ask for."""
     config = from_here(RunConfig.load(path, overrides))
-    check_read(config, *((steps_begun(config, back_to), data_before(config)) if resume else ()))
+    check_read(config, *((steps_begun(config, back_to), data_before(config), most_steps(config)) if resume else ()))
     check_installed(config.track)
     config, said, changes = _of_the_start(config, resume=resume, overwrite=overwrite, back_to=back_to)
     for note in [*notes(config), *sample_notes(config), *said]:

@@ -20,7 +20,7 @@ from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from actors.pool.requested_size import forget_size
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
-from app.inputs.checkpoints import data_before, earlier_checkpoint, steps_begun
+from app.inputs.checkpoints import data_before, earlier_checkpoint, most_steps, note_most_steps, steps_begun
 from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -81,7 +81,7 @@ def train(
     """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start. `back_to`:
     a resume goes on from the checkpoint after as many steps."""
     config = from_here(RunConfig.load(config_path, overrides))
-    check_read(config, *((steps_begun(config, back_to), data_before(config)) if resume else ()))
+    check_read(config, *((steps_begun(config, back_to), data_before(config), most_steps(config)) if resume else ()))
     check_installed(config.track)
     given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)
@@ -171,6 +171,8 @@ def _take_folder(
     end_leftovers(config, overwrite=overwrite or earlier is not None)
     prepare_run_dir(config, resume=resume, overwrite=overwrite)
     keep_apart(folder)  # remembers where a new folder lies
+    if resume:
+        note_most_steps(config)
     if earlier is not None and (moved := set_aside(folder, earlier)):
         _note(moved)
     device.keep(folder)

@@ -106,10 +106,11 @@ def names() -> Names:
     return Names(known=known, elsewhere=ELSEWHERE, done_otherwise=DONE_OTHERWISE, values=VALUES, words=WORDS)
 
 
-def check_read(config: RunConfig, begun: int = 0, before: DataConfig | None = None) -> None:
+def check_read(config: RunConfig, begun: int = 0, before: DataConfig | None = None, most: int = 0) -> None:
     """The rules between two sections, with what the folders of the model say of it, and those that hold before a start
-    alone: after the first `begun` steps, which an earlier start has made, with the data that the last one had `before`.
-    Raises ConfigError for the first that does not hold. Whoever loads a folder that cannot be read says so."""
+    alone: after the first `begun` steps, which an earlier start has made, with the data that the last one had `before`,
+    of the `most` that the run has ever had. Raises ConfigError for the first that does not hold. Whoever loads a folder
+    that cannot be read says so."""
     from ops.models.folders import resolve
 
     model, read = config.model, None
@@ -120,7 +121,7 @@ def check_read(config: RunConfig, begun: int = 0, before: DataConfig | None = No
     else:
         check(replace(config, model=model), read)
     check_prompts(config.sample, model, config.train.flow, read)
-    check_more_than_first(model, config.data, begun, before)
+    check_more_than_first(model, config.data, begun, before, most)
 
 
 def check(config: RunConfig, read: Geometry | None = None) -> None:

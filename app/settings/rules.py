@@ -180,16 +180,18 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
 
 
 def check_more_than_first(
-    model: ModelConfig, data: DataConfig, begun: int = 0, before: DataConfig | None = None
+    model: ModelConfig, data: DataConfig, begun: int = 0, before: DataConfig | None = None, most: int = 0
 ) -> None:
     """A transformer that starts from a picture is trained on clips that go on from it. For what comes after the first
     `begun` steps, which an earlier start has made: a run whose pictures are over goes on, and is sampled and exported.
-    So does one whose pictures end no later than `before`, at its last start: steps that a crash has cost come again.
+    So does one whose pictures end no later than `before`, at its last start, where it has once come to that end with
+    the `most` steps that it has ever had: steps that a crash has cost come again.
     """
     if not model.dit.starts_from_image:
         return
     ends = [stage.until_step for stage in data.stages]
-    over = max([begun, *([] if before is None else _ends_of_pictures(before).values())])
+    ended = [] if before is None else [end for end in _ends_of_pictures(before).values() if end <= most]
+    over = max([begun, *ended])
     pictures = [number for number, end in _ends_of_pictures(data).items() if not end or end > over]
     if not pictures:
         return

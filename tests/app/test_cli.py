@@ -434,6 +434,11 @@ def test_a_run_that_had_no_controller_is_told_in_its_events(
     monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
     here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
     folder = prepare_run_dir(RunConfig.load(DEMO, here))
+    for steps, most in ((950, "950\n"), (920, "950\n")):  # those that a crash has cost
+        (folder / "metrics.jsonl").write_text(f'{{"step": {steps - 1}}}\n')
+        assert launch.train(DEMO, here, resume=True) == code
+        assert (folder / "most_steps").read_text() == most
+        (folder / "events.jsonl").unlink(missing_ok=True)
     assert launch.train(DEMO, here, resume=True) == code
     found = [json.loads(text) for path in folder.glob("events.jsonl") for text in path.read_text().splitlines()]
     assert [line["why"] for line in found if line["event"] == "fail"] == told

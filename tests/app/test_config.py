@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.inputs.checkpoints import note_most_steps
 from app.inputs.synthetic import make_missing
 from app.plan.dry_run import dry_run
 from app.run.launch import train
@@ -745,13 +746,15 @@ def test_pictures_that_a_start_has_ended_come_again_after_a_crash() -> None:
     path = ROOT / "configs" / "runs" / "demo.yaml"
     given = RunConfig.load(path, of_segments((950, "1x32x48"), (0, "9x32x48")))
     for begun in (0, 901, 949, 950):
-        check_read(given, begun=begun, before=given.data)
+        check_read(given, begun=begun, before=given.data, most=950)
+    with pytest.raises(ConfigError, match=r"after 901 steps, by an entry with until_step: 901, "):
+        check_read(given, begun=901, before=given.data, most=949)  # as by a version that began with pictures
     endless = RunConfig.load(path, of_segments((0, "1x32x48")))
     for before in (endless.data, RunConfig.load(path, of_segments((940, "1x32x48"), (0, "9x32x48"))).data):
         with pytest.raises(ConfigError, match=r"after 901 steps, by an entry with until_step: 901, "):
-            check_read(given, begun=901, before=before)
+            check_read(given, begun=901, before=before, most=950)
     with pytest.raises(ConfigError, match=r"with until_step: 960, and .*\{until_step: 0, "):
-        check_read(endless, begun=960, before=given.data)
+        check_read(endless, begun=960, before=given.data, most=960)
 
 
 def test_pictures_of_all_segments_are_taken_out_of_those_that_are_still_to_come() -> None:
@@ -801,9 +804,16 @@ def test_a_resume_after_its_pictures_is_not_refused_for_them(
     (folder / "checkpoints" / "step-9").rename(folder / "checkpoints" / "step-7")
     with pytest.raises(ConfigError, match=r"after 8 steps, by an entry"):
         begin(path, given, resume=True)
-    save_config(RunConfig.load(path, given), folder)
-    with pytest.raises(ConfigError, match=r"^passed$"):
+    save_config(config := RunConfig.load(path, given), folder)
+    with pytest.raises(ConfigError, match=r"after 8 steps, by an entry"):
         begin(path, given, resume=True)
+    (folder / "checkpoints" / "step-7").rename(folder / "checkpoints" / "step-9")
+    note_most_steps(config)  # as a resume does
+    (folder / "checkpoints" / "step-9").rename(folder / "checkpoints" / "step-7")
+    note_most_steps(config)
+    for back_to in (None, 4):
+        with pytest.raises(ConfigError, match=r"^passed$"):
+            begin(path, given, resume=True, back_to=back_to)
 
 
 def passed(track: object) -> None:
