@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -154,6 +155,16 @@ def draining_nodes() -> frozenset[str]:
     """Ids of nodes that are about to leave the cluster, on which Ray starts nothing more: their pod is being deleted,
     an autoscaler or a provider takes them, or somebody has called `ray drain-node`."""
     return frozenset(_ray._private.state.state.get_draining_nodes())
+
+
+def drain(address: str, node: str, seconds: float, why: str) -> None:
+    """Have Ray start nothing more on a node, which leaves the cluster once idle, or after so long: what
+    `ray drain-node` does. `address` is the cluster's."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made by Cython
+    from ray.core.generated import autoscaler_pb2
+
+    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
+    GcsClient(address=address).drain_node(node, preempted, why, int((time.time() + seconds) * 1000))
 
 
 def unwrap(call: Callable[[], T]) -> T:

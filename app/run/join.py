@@ -299,13 +299,13 @@ def _leave(found: ClusterAddress, node: JoinedNode, leave_s: float) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", found.auth)
     import ray
 
-    from actors.ray_calls import nodes
+    from actors.ray_calls import drain, nodes
 
     until = time.monotonic() + leave_s
     try:
         _connect(found.address, until)
         here = node.id_among(nodes())
-        _start_nothing_more(found.address, here, leave_s)
+        drain(found.address, here, leave_s, "heddle workers join leaves")
         left = _drained(here)
         print(f"leaving: {', '.join(left) or 'no worker'} of this machine finishes first", flush=True)
         while left and node.lives and time.monotonic() < until:
@@ -339,16 +339,6 @@ def _connect(address: str, until: float) -> None:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         ray.shutdown()  # what it has of a connection
-
-
-def _start_nothing_more(address: str, node: str, leave_s: float) -> None:
-    """Ray starts nothing more on the node: what `ray drain-node` does."""
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made by Cython
-    from ray.core.generated import autoscaler_pb2
-
-    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
-    deadline_ms = int((time.time() + leave_s) * 1000)
-    GcsClient(address=address).drain_node(node, preempted, "heddle workers join leaves", deadline_ms)
 
 
 def _drained(node: str) -> list[str]:

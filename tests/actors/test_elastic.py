@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from actors.planning.client import PlannerClient
+from actors.ray_calls import drain
 from actors.records.events import (
     FeederLost,
     GenerationEnded,
@@ -204,6 +205,26 @@ def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, alone: Alone) ->
     run.wait_for(lambda: any(isinstance(e, WorkerDrained) and e.worker == name for e in run.events), f"{name} to leave")
     run.wait_for_more_steps(5)
     run.stop()
+    assert_same_training(run, alone.losses(len(run.steps())))
+    assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
+
+
+@pytest.mark.long
+def test_the_workers_of_a_node_that_ray_drains_leave_and_no_step_is_lost(lab: Lab, alone: Alone) -> None:
+    """As a pod that Kubernetes deletes."""
+    run = lab.start(
+        lab.config("drained", model=MODEL, train={"steps": OPEN_END}, workers={"min": 1, "max": 2, **PATIENT})
+    )
+    run.wait_for_workers(2)
+    names, (home,) = {name for name, _ in run.active()}, set(run.nodes_of_active())
+    drain(lab.cluster.address, home, 300, "a test")
+    run.wait_for(lambda: {e.worker for e in run.events if isinstance(e, WorkerDrained)} >= names, "both to leave")
+    run.wait_for_workers(2)
+    run.wait_for_more_steps(5)
+    assert home not in run.nodes_of_active()
+    run.stop()
+    lab.kill_node(next(node for node in lab.nodes if node.node_id == home))
+    lab.add_node(workers=2)
     assert_same_training(run, alone.losses(len(run.steps())))
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
 
