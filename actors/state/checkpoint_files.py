@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import uuid
 import zlib
@@ -44,10 +45,12 @@ log = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE"
 META = "meta.json"
+FORMAT = 1  # of what this version writes, and the latest that it reads; a COMPLETE that names none is of the first
 GONE = -1  # in place of a checksum, which is never below 0
 _DTYPES: dict[str, np.dtype] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 _INCOMPLETE = "it is not complete (torn, or in the making)"
 _READERS = 8
+_WRITTEN_BY = re.compile(r"# Written by Heddle (\d+(?:\.\d+)*)")  # the first line of the config in meta.json
 _BLOCK_BYTES = 16 << 20
 _HEADER_BYTES = 1024  # of a shard file, at most: four entries and four numbers
 
@@ -75,6 +78,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file and the remedy."""
 
 
+class LaterFormat(CheckpointError):
+    """A later version of Heddle has written the checkpoint, which is whole for all that is known: it counts neither as
+    damaged nor as none, so that no run goes on without it unasked, and nobody removes it."""
+
+
 class FirstStateLost(CheckpointError):
     """The checkpoint that a run without a state of its own begins with is gone."""
 
@@ -90,7 +98,7 @@ def step_folder(root: Path, step: int) -> Path:
 def begin(folder: Path) -> bool:
     """Make an empty folder for a checkpoint. False when a whole one is already there: nothing is to be written. One
     that this user may not read or not remove is none and is moved aside: a run that had to pass over it, and has come
-    to its step again, writes its own.
+    to its step again, writes its own. Raises LaterFormat, and leaves that one.
     """
     try:
         if is_complete(folder) and not damage(folder):
@@ -172,7 +180,7 @@ def seal(
     known = {file.name: file for file in [*files, _write(folder / META, [json.dumps(meta, indent=1).encode()])]}
     listed = [known.get(name) or _as_it_is(folder / name) for name in [*names, META]]
     entries = {file.name: {"size": file.size, "crc32": file.crc32} for file in listed}
-    _write(folder / COMPLETE, [json.dumps({"files": entries}).encode()])
+    _write(folder / COMPLETE, [json.dumps({"format": FORMAT, "files": entries}).encode()])
     with suppress(OSError):  # it is whole, whatever else lies there
         for left in (*folder.glob(".*.part"), *(folder / name for name in _shard_names(folder) if name not in entries)):
             left.unlink(missing_ok=True)  # of attempts that were given up
@@ -195,7 +203,8 @@ def trained_parameters(model: ModelConfig) -> list[ParameterMeta]:
 
 
 def is_complete(folder: Path) -> bool:
-    """COMPLETE is there and every file it lists has its full size. `damage` looks at the bytes, too."""
+    """COMPLETE is there and every file it lists has its full size. `damage` looks at the bytes, too. As all that read
+    one it raises LaterFormat."""
     try:
         return all((folder / file.name).stat().st_size == file.size for file in _listed(folder))
     except (OSError, CheckpointError) as error:
@@ -241,10 +250,10 @@ def step_folders(root: Path) -> list[Path]:
 
 def complete(root: Path) -> list[Path]:
     """The complete checkpoints below `root` to choose from, oldest first: without those of which storage does not say
-    now, or not to this user, whether they are."""
+    now, or not to this user, whether they are, and of later versions."""
     found = []
     for folder in step_folders(root):
-        with suppress(OSError):
+        with suppress(OSError, LaterFormat):
             if is_complete(folder):
                 found.append(folder)
     return found
@@ -256,7 +265,7 @@ def load(folder: Path) -> tuple[Meta, list[ShardState]]:
         why = "is not a complete checkpoint" if folder.is_dir() else "is gone: a live run keeps the newest ones"
         raise CheckpointError(f"{folder} {why}; choose one that has a {COMPLETE} file.")
     files = _listed(folder)
-    return _meta(folder, files), [_open_shard(folder / file.name) for file in files if file.name != META]
+    return _meta(folder, files), [_opened(folder, file) for file in files if file.name != META]
 
 
 def checksum(folder: Path) -> int:
@@ -319,7 +328,7 @@ def prune(
     `keep_every` steps, those of steps in `writing`, and whatever is newer than the newest complete one (it may be in
     the making). Those after step `until` count as none, and stay: a run that passed them over because they are damaged
     would else lose the one that it has just written. What the storage does not let go now, or says nothing about, goes
-    next time.
+    next time. Those of later versions stay.
 
     Sizes of files are asked for only where a checkpoint is kept in the place of others: of the `keep_last` newest, and
     of those that stand for the same multiple. Elsewhere COMPLETE is enough: what is removed is so whole or not, and
@@ -349,7 +358,7 @@ def prune(
         return []
     kept = look.withheld.union(keep) | {folder for folder in there if _step_of(folder) in writing}
     old = [folder for folder in _until(there, _step_of(newest[0])) if folder not in kept]
-    return [folder for folder in old if _try_to_remove(folder)]
+    return [folder for folder in old if not _is_later(folder) and _try_to_remove(folder)]
 
 
 def _until(folders: Sequence[Path], step: int | None) -> list[Path]:
@@ -384,14 +393,14 @@ class _Asking:
         self._known.pop(folder, None)
         try:
             found = folder not in self.withheld and is_complete(folder)
-        except OSError as error:
+        except (OSError, LaterFormat) as error:
             self._withhold(folder, error)
             return False
         if found:
             self._known[folder] = self._marked_at[folder]
         return found
 
-    def _withhold(self, folder: Path, error: OSError) -> None:
+    def _withhold(self, folder: Path, error: OSError | LaterFormat) -> None:
         if _may_pass(error):
             log.warning("%s is not removed now: %s", folder, error)
             self.withheld.add(folder)
@@ -487,9 +496,23 @@ def _open_shard(path: Path) -> ShardState:
         raise CheckpointError(f"{path} cannot be read as a shard ({error}); use another checkpoint.") from error
 
 
+def _opened(folder: Path, file: File) -> ShardState:
+    """A shard of a complete checkpoint. What this version does not know in it is damage where the bytes are not those
+    that were written."""
+    try:
+        return _open_shard(folder / file.name)
+    except LaterFormat:
+        if file.crc32 is None or _changed(folder, file):
+            raise CheckpointError(
+                f"{folder / file.name}: the bytes are not those that were written; use another checkpoint."
+            ) from None
+        raise
+
+
 def _map(path: Path, entry: Meta, start: int, size: int) -> np.ndarray:
     begin_at, end_at = entry["data_offsets"]
-    dtype = _DTYPES[entry["dtype"]]
+    if (dtype := _DTYPES.get(entry["dtype"])) is None:
+        raise _later(path.parent, f"{path.name} holds {entry['dtype']}, and this version reads {' and '.join(_DTYPES)}")
     if start + end_at > size or (end_at - begin_at) != entry["shape"][0] * dtype.itemsize:
         raise ValueError(f"data {begin_at}..{end_at} does not fit a file of {size} bytes")
     if begin_at == end_at:
@@ -500,7 +523,10 @@ def _map(path: Path, entry: Meta, start: int, size: int) -> np.ndarray:
 def _listed(folder: Path) -> list[File]:
     """What COMPLETE lists. Raises CheckpointError when it is missing or not as `seal` writes it."""
     try:
-        entries = json.loads((folder / COMPLETE).read_bytes())["files"].items()
+        said = json.loads((folder / COMPLETE).read_bytes())
+        if (found := said.get("format", FORMAT)) > FORMAT:
+            raise _later(folder, f"its format is {found}, and this version reads up to {FORMAT}")
+        entries = said["files"].items()
         return [
             File(name=name, size=entry, crc32=None)
             if isinstance(entry, int)
@@ -526,9 +552,31 @@ def _meta(folder: Path, files: Sequence[File]) -> Meta:
     return meta
 
 
+def _later(folder: Path, why: str) -> LaterFormat:
+    """The error for a checkpoint of a later version; it names the version where meta.json still says it."""
+    version = ""
+    with suppress(OSError, ValueError):
+        if (found := _WRITTEN_BY.search((folder / META).read_text(encoding="utf-8"))) is not None:
+            version = f", {found[1]}"
+    return LaterFormat(
+        f"{folder} was written by a later version of Heddle: {why}. Use the version that wrote it{version}, or an "
+        f"earlier checkpoint (heddle train --resume --back-to STEPS)."
+    )
+
+
+def _is_later(folder: Path) -> bool:
+    try:
+        _listed(folder)
+    except (OSError, CheckpointError) as error:
+        return isinstance(error, LaterFormat)
+    return False
+
+
 def _may_pass(error: Exception) -> bool:
-    """Storage does not answer, or not to this user, whatever it holds."""
-    return isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in UNREACHABLE)
+    """Storage does not answer, or not to this user, whatever it holds; or a later version has written it."""
+    return isinstance(error, PermissionError | LaterFormat) or (
+        isinstance(error, OSError) and error.errno in UNREACHABLE
+    )
 
 
 def _changed(folder: Path, file: File) -> str:
@@ -569,7 +617,7 @@ def _sync_folder(folder: Path) -> None:
 
 def remove_torn(folder: Path) -> None:
     """Free the room that an attempt takes which has failed. A complete checkpoint stays."""
-    with suppress(OSError):  # storage does not say whether it is one
+    with suppress(OSError, LaterFormat):  # storage does not say whether it is one
         if folder.exists() and not is_complete(folder):
             _try_to_remove(folder)
 

@@ -39,14 +39,21 @@ def root_of(run_dir: Path) -> Path:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint, whose bytes are not read; -1 without one, None where storage does not
-    say."""
+    """The step of the newest complete checkpoint, whose bytes are not read, and which may be of a later version; -1
+    without one, None where storage does not say."""
     try:
-        newest = next(filter(checkpoint.is_complete, reversed(checkpoint.step_folders(root_of(run_dir)))), None)
+        newest = next(filter(_is_there, reversed(checkpoint.step_folders(root_of(run_dir)))), None)
     except OSError as error:
         log.warning("which checkpoints are on disk is not known: %s", error)
         return None
     return step_of(newest) if newest is not None else -1
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return checkpoint.is_complete(folder)
+    except checkpoint.LaterFormat:
+        return True
 
 
 def step_of(folder: Path) -> int:

@@ -14,6 +14,7 @@ from actors.outcome import Tell
 from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state.checkpoint_files import (
     COMPLETE,
+    LaterFormat,
     Meta,
     damage,
     is_complete,
@@ -54,7 +55,8 @@ class CheckpointsOnDisk:
 
     def newest(self, until: float = math.inf) -> tuple[int, Path] | None:
         """The newest complete checkpoint up to this step that has not been found damaged; older ones are not asked for.
-        Raises what keeps storage from saying which there are. One whose bytes storage has not given is read here."""
+        Raises what keeps storage from saying which there are, and LaterFormat where a later version has written it. One
+        whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
         there = _answer(lambda: step_folders(self._root), deadline)
         self._move_aside(there)
@@ -71,7 +73,7 @@ class CheckpointsOnDisk:
         """The step of the newest complete checkpoint up to this step; -1 without one, or while storage does not say."""
         try:
             found = self.newest(until)
-        except OSError as error:
+        except (OSError, LaterFormat) as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
             return -1
         return found[0] if found is not None else -1
@@ -96,7 +98,10 @@ class CheckpointsOnDisk:
         for folder in _answer(lambda: step_folders(self._root), deadline):
             if step_of(folder) <= newest or self._verdicts.get(_stamp(folder)):
                 continue
-            why = _LATER if self._is_whole(folder, deadline) else "it is not complete"
+            try:
+                why = _LATER if self._is_whole(folder, deadline) else "it is not complete"
+            except LaterFormat as error:
+                why = str(error)
             if folder not in self._withheld:
                 log.warning("%s is passed over: %s", folder, why)
                 self._tell(CheckpointPassedOver(folder=folder.name, why=why))
@@ -140,6 +145,8 @@ class CheckpointsOnDisk:
         """Whether it is whole, as far as is known; `unseen`: also where storage does not say."""
         try:
             return is_complete(folder) and not self._verdicts.get(_stamp(folder))
+        except LaterFormat:
+            return True
         except OSError:
             if not unseen:
                 raise

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.ray_calls import cancel, get, node_id, remote_of, wait
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent
 from actors.refs import Ref
-from actors.state.checkpoint_files import is_complete, step_folder, step_folders
+from actors.state.checkpoint_files import LaterFormat, is_complete, step_folder, step_folders
 from actors.state.checkpoint_writer import root_of, step_of
 from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig
@@ -106,7 +106,7 @@ class LiveLora:
             return [LoraFilesFailed(step=-1, why=why)]
         missing = []
         for step in lacking:
-            with suppress(OSError):  # one of which storage says nothing now takes no files from the others
+            with suppress(OSError, LaterFormat):  # one that is not read now takes no files from the others
                 if is_complete(there[step]):
                     missing.append(step)
         self._due = {step: _Due(since=time.monotonic()) for step in missing}

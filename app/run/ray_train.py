@@ -95,11 +95,11 @@ def _rescue_outcome(config: RunConfig, folder: Path, error: Exception) -> Outcom
 
 def _on_disk(folder: Path) -> str:
     """How to go on with a run of which nothing is left in memory."""
-    from actors.state.checkpoint_files import latest
+    from actors.state.checkpoint_files import LaterFormat, latest
 
     try:
         saved = latest(folder / "checkpoints") is not None
-    except OSError as error:
+    except (OSError, LaterFormat) as error:
         return f"Its checkpoints cannot be read now ({one_line(error)}); go on with --resume when they can"
     if saved:
         return "Its last committed step is on disk; go on with --resume"

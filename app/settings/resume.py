@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
-from actors.state.checkpoint_files import COMPLETE, step_folders
+from actors.state.checkpoint_files import COMPLETE, is_complete, step_folders
 from app.settings.config import RunConfig
 from app.settings.run_folder import CONFIG, run_dir
 from data.config import SourceConfig
@@ -313,10 +314,12 @@ def _value(tree: SettingsTree, *names: str) -> object:
 
 def _trained(folder: Path, chosen: Path | None = None) -> tuple[SettingsTree | None, str, Path | None]:
     """The settings of the state that a resume would continue, where they are written, and the checkpoint that holds
-    it, which may be `chosen`; None if nothing was trained."""
+    it, which may be `chosen`; None if nothing was trained. Raises LaterFormat."""
     found = [chosen] if chosen is not None else step_folders(folder / "checkpoints")
     checkpoints = [marker for marker in (one / COMPLETE for one in reversed(found)) if marker.is_file()]
     for marker in checkpoints:
+        with suppress(OSError):  # of one that storage does not give the start says so
+            is_complete(marker.parent)  # raises where a later version has written it
         try:
             meta = json.loads((marker.parent / "meta.json").read_bytes())
             saved = yaml.safe_load(meta["config"])

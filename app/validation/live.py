@@ -73,7 +73,7 @@ class LiveHeldOut:
         """Find the clips now: what is wrong with them is known at the start of a run, and does not end it. Where it
         `begins`, with no step yet, the first weights are measured. A round in whose middle the controller or the whole
         run ended begins again. Returns an event for each that does not."""
-        from actors.state.checkpoint_files import is_complete
+        from actors.state.checkpoint_files import LaterFormat, is_complete
 
         left = sorted({int(held.name.split("-")[1]) for held in self._held_at.glob("step-*-*")})
         begins = begins or any(self._held_at.glob("first-*"))
@@ -98,6 +98,8 @@ class LiveHeldOut:
         except OSError as error:  # a full disk, or a checkpoint that may not be read: these are not worth a run's end
             why = f"{error.strerror or error}: {error.filename or self._held_at}"
             left = left or [-1]
+        except LaterFormat as error:
+            why = str(error)
         return [HeldOutFailed(step=step, why=why) for step in left]
 
     # -- as the controller's source of asides --------------------------------------------------------------------------

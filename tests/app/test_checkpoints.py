@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from actors.outcome import Exit
+from actors.state.checkpoint_files import LaterFormat
 from app.cli import app
 from app.inputs.checkpoints import checkpoint_folder, steps_begun
 from app.sampling.model import saved_model
 from app.sampling.sample import default_out
+from app.settings.errors import exit_code, one_line
+from app.settings.resume import check_resume
 from app.settings.sections import RunSection
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
@@ -64,6 +69,23 @@ def test_a_damaged_one_is_not_taken(run: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ConfigError, match=r"step-499 is damaged: .*There are those after 250 .*, 750 "):
         checkpoint_folder(run, 500)
+
+
+def test_one_of_a_later_version_ends_each_command_with_a_sentence(run: Path) -> None:
+    """`export` made an older one, and `train --resume` went on from there and removed this one at its step."""
+    newest = run / "checkpoints" / "step-749"
+    marker = newest / "COMPLETE"
+    marker.write_text(json.dumps({**json.loads(marker.read_bytes()), "format": 2}))
+    for command in ("export --to out", "sample --out clips"):
+        for checkpoint in (run, newest):
+            ended = CliRunner().invoke(app, [*command.split(), "--checkpoint", str(checkpoint)])
+            assert isinstance(ended.exception, LaterFormat) and exit_code(ended.exception) == Exit.USAGE
+            assert "step-749 was written by a later version" in one_line(ended.exception)
+    resumed = replace(tiny_run(), run=RunSection(name="one", dir=str(run.parent)))
+    with pytest.raises(LaterFormat, match="step-749 was written by a later version"):
+        check_resume(resumed)
+    assert steps_begun(resumed) == 750 and checkpoint_folder(run, 500).name == "step-499"
+    assert not check_resume(resumed, checkpoint=run / "checkpoints" / "step-499"), "a run may go back"
 
 
 def keep_from_us(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -26,6 +26,7 @@ from actors.state.checkpoint_files import (
     COMPLETE,
     GONE,
     CheckpointError,
+    LaterFormat,
     begin,
     check_free_space,
     checksum,
@@ -592,6 +593,60 @@ def test_a_torn_attempt_of_another_user_is_moved_aside(tmp_path: Path, monkeypat
             lock(another, folder)
             assert begin(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"step-9", "passed-over-step-9", "passed-over-step-9-2"}
+
+
+def of_later_version(folder: Path) -> Path:
+    """As a version writes it whose format is the next one."""
+    said = json.loads((folder / COMPLETE).read_bytes())
+    (folder / COMPLETE).write_text(json.dumps({**said, "format": said["format"] + 1}))
+    return folder
+
+
+def test_a_checkpoint_of_a_later_version_is_neither_damaged_nor_none_and_stays(tmp_path: Path) -> None:
+    """A run that was started with an older Heddle went on without it, even anew, and removed it at its step."""
+    written = "# Written by Heddle 9.1.\nrun: {}\n"
+    folder = of_later_version(write(tmp_path, 19, config=written))
+    for look in (is_complete, damage, load, begin, checksum):
+        with pytest.raises(LaterFormat, match=r"step-19 .* format is 2, .* up to 1\. Use the version .*it, 9\.1, or"):
+            look(folder)
+    write(tmp_path, 9)
+    with pytest.raises(LaterFormat):
+        latest(tmp_path)
+    remove_torn(folder)
+    for step in (29, 39):
+        write(tmp_path, step)
+    assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 9), step_folder(tmp_path, 29)]
+    assert latest(tmp_path) == step_folder(tmp_path, 39) and complete(tmp_path) == [step_folder(tmp_path, 39)]
+    newest = of_later_version(write(tmp_path, 49))
+    assert prune(tmp_path, keep_last=1) == [] and newest.is_dir() and folder.is_dir()
+
+
+def test_a_checkpoint_without_a_format_is_of_the_first(tmp_path: Path) -> None:
+    folder = write(tmp_path, 9)
+    before, said = checksum(folder), json.loads((folder / COMPLETE).read_bytes())
+    assert said.pop("format") == 1
+    (folder / COMPLETE).write_text(json.dumps(said))
+    assert latest(tmp_path) == folder and checksum(folder) == before
+    (folder / COMPLETE).write_text(json.dumps({**said, "format": "?"}))
+    assert not is_complete(folder)
+
+
+def test_numbers_of_an_unknown_kind_are_of_a_later_version_where_the_bytes_are_those_that_were_written(
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path, 9, size=1)
+    shard = next(folder.glob("shard-*"))
+    shard.write_bytes(shard.read_bytes().replace(b'"F32"', b'"F16"', 1))
+    with pytest.raises(CheckpointError, match="not those that were written") as raised:
+        load(folder)
+    assert not isinstance(raised.value, LaterFormat) and "checksum" in damage(folder)
+    said = json.loads((folder / COMPLETE).read_bytes())
+    said["files"][shard.name]["crc32"] = zlib.crc32(shard.read_bytes())
+    (folder / COMPLETE).write_text(json.dumps(said))
+    for look in (damage, load, latest, begin):
+        with pytest.raises(LaterFormat, match=r"shard-0-1003\.safetensors holds F16, .* reads F32 and F64"):
+            look(tmp_path if look is latest else folder)
+    assert folder.is_dir()
 
 
 def lock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -261,6 +262,23 @@ def test_the_last_state_that_is_written_at_a_step_that_was_passed_over_is_the_ru
     state.forget_first()
     assert state.keep_last((), CommitLog(committed=350)) == 350 == state.step_on_disk(350)
     assert state.free_memory(350) and state.data_token(350) == {"from": "now"}
+
+
+def test_no_controller_goes_on_without_a_checkpoint_of_a_later_version(tmp_path: Path) -> None:
+    """It began anew, at step 0. One that is later than the metrics was passed over before, and is moved aside whole."""
+    folder = write_checkpoint(tmp_path, 299, {})
+    marker = folder / checkpoint.COMPLETE
+    marker.write_text(json.dumps({**json.loads(marker.read_bytes()), "format": 2}))
+    with pytest.raises(checkpoint.LaterFormat):
+        state_of(tmp_path).first((299, 3))
+    assert state_of(tmp_path).step_on_disk() == -1, "as long as it is not known"
+
+    write_checkpoint(tmp_path, 199, {})
+    state = state_of(tmp_path, model=MODEL, listener=(listener := Listening()))
+    assert state.first((250, 3)) == Origin(step=199, checkpoint=str(checkpoint.step_folder(root_of(tmp_path), 199)))
+    state.open(Origin(step=199, checkpoint="step-199"), 5, [info("w0", "a", 1)])
+    assert "later version" in listener.told[0].why
+    assert sorted(path.name for path in root_of(tmp_path).iterdir()) == ["passed-over-step-299", "step-199"]
 
 
 def test_a_checkpoint_after_the_newest_line_of_metrics_is_used_where_there_is_no_other(tmp_path: Path) -> None:
