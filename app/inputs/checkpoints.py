@@ -6,26 +6,32 @@ steps, so commands take 250 (`--after`) and their messages have both. Imports no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from actors.state.checkpoint_files import (
+    META,
     CheckpointError,
     Meta,
+    ParameterMeta,
     complete,
     damage,
     is_complete,
     latest,
     step_folder,
+    step_folders,
+    trained_parameters,
 )
 from actors.state.checkpoint_writer import newest_step, root_of, step_of
 from app.records.metrics import newest_line
 from app.settings.config import RunConfig, names
 from app.settings.run_folder import CONFIG, run_dir
-from app.settings.written_by import explained
+from app.settings.written_by import explained, writer
 from data.config import DataConfig
 from ops.counted import counted
+from ops.models.folders import resolve
 from ops.typed import ConfigError, build, parse
 from ops.whole_file import write_whole
 
@@ -87,6 +93,50 @@ def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool, ve
             f"or move that folder elsewhere to go back once more."
         )
     return checkpoint
+
+
+def check_same_weights(config: RunConfig, earlier: Path | None = None) -> None:
+    """Raises ConfigError where a resume would read trained weights in the place of others: the state is one vector, in
+    the order of names that its checkpoint lists, `earlier` or the newest. Another version of this program, or of the
+    library that makes the transformer, may list others of as many numbers."""
+    checkpoint, meta = _state_of(config, earlier)
+    if checkpoint is None or not (theirs := meta.get("parameters")):
+        return
+    if apart := first_apart(theirs, trained_parameters(resolve(config.model)[0])):
+        version = f" Heddle {written}" if (written := writer(str(meta.get("config", "")))) else ""
+        raise ConfigError(
+            f"--resume would read weights of {checkpoint} in the place of others: {apart}. Use the version{version} "
+            f"that wrote it, with its libraries (the run's report lists their versions), or the settings of model.dit "
+            f"that it was trained with."
+        )
+
+
+def first_apart(theirs: Sequence[ParameterMeta], ours: Sequence[ParameterMeta]) -> str:
+    """The first trained weight of a checkpoint (there) or of this run (here) that the other has not, or not in the same
+    shape, else the first in another place; "" where they are the same."""
+    if theirs == ours:
+        return ""
+    there, here = ({one["name"]: list(one["shape"]) for one in listed} for listed in (theirs, ours))
+    for name in (*here, *there):
+        if here.get(name) != there.get(name):
+            return f"{name} is {_shape(there.get(name))} there and {_shape(here.get(name))} here"
+    other, mine = next((a["name"], b["name"]) for a, b in zip(theirs, ours) if a != b)
+    return f"where {other} lies there, {mine} lies here"
+
+
+def _shape(shape: list[int] | None) -> str:
+    return "missing" if shape is None else str(shape)
+
+
+def _state_of(config: RunConfig, earlier: Path | None) -> tuple[Path | None, Meta]:
+    """The checkpoint that a resume goes on from, as far as its meta.json can be read, and that."""
+    with suppress(OSError):  # what storage does not give now the start looks for again
+        for folder in [earlier] if earlier is not None else reversed(step_folders(root_of(run_dir(config)))):
+            if is_complete(folder):
+                with suppress(ValueError):
+                    meta: Meta = json.loads((folder / META).read_bytes())
+                    return folder, meta
+    return None, {}
 
 
 def steps_begun(config: RunConfig, back_to: int | None = None) -> int:

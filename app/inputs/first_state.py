@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actors.state.checkpoint_files import CheckpointError, damage, load, trained_parameters
 from actors.state.checkpoint_writer import newest_step
-from app.inputs.checkpoints import checkpoint_folder, run_config, steps_of
+from app.inputs.checkpoints import checkpoint_folder, first_apart, run_config, steps_of
 from app.settings.config import RunConfig
 from app.settings.resume import kind_of
 from app.settings.run_folder import CONFIG, run_dir
@@ -69,13 +69,10 @@ def _checked(config: RunConfig, checkpoint: Path) -> str:
         raise ConfigError(f"train.init_from: {error}") from None
     ours = resolve(config.model)[0]
     _check_transformer(config, theirs, checkpoint)
-    names, there = trained_parameters(ours), meta.get("parameters", [])
-    if names != there:
-        mine, other = ({one["name"]: list(one["shape"]) for one in listed} for listed in (names, there))
-        name = next((one for one in (*mine, *other) if mine.get(one) != other.get(one)), "their order")
+    if apart := first_apart(meta.get("parameters", []), trained_parameters(ours)):
         raise ConfigError(
-            f"train.init_from {checkpoint} trained other weights than this run: {name} is {_shape(other.get(name))} "
-            f"there and {_shape(mine.get(name))} here. Use the settings of model.dit that it was trained with."
+            f"train.init_from {checkpoint} trained other weights than this run: {apart}. Use the settings of model.dit "
+            f"that it was trained with."
         )
     _check_frozen(config, theirs, checkpoint)
     if not config.train.init_moments:
@@ -137,7 +134,3 @@ def _check_frozen(config: RunConfig, theirs: RunConfig, checkpoint: Path) -> Non
             f"train.init_from {checkpoint} was trained beside frozen weights that train.seed {seeds[0]} drew, and "
             f"train.seed is {seeds[1]}. Set it to {seeds[0]}."
         )
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "missing" if shape is None else str(shape)

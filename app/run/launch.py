@@ -20,7 +20,14 @@ from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from actors.pool.requested_size import forget_size
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
-from app.inputs.checkpoints import data_before, earlier_checkpoint, most_steps, note_most_steps, steps_begun
+from app.inputs.checkpoints import (
+    check_same_weights,
+    data_before,
+    earlier_checkpoint,
+    most_steps,
+    note_most_steps,
+    steps_begun,
+)
 from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -113,6 +120,8 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             _note(said)
         with _told_in(folder if resume and not fresh else None):
             _check_files(config)  # before Ray starts, and an earlier run's files go
+            if resume:
+                check_same_weights(config, earlier)
             say("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", sys.stdout)
             try:
                 with signals.while_ray_starts():

@@ -18,10 +18,15 @@ def header() -> str:
     return f"# Written by Heddle {VERSION}.\n"
 
 
+def writer(text: str) -> str:
+    """The version that wrote this config; "" where it does not say."""
+    return found[1] if (found := _LINE.search(text)) is not None else ""
+
+
 def newer(text: str) -> str:
     """The version that wrote this config, if it is later than this one; else ""."""
-    found = _LINE.search(text)
-    return found[1] if found is not None and _parts(found[1]) > _parts(VERSION) else ""
+    found = writer(text)
+    return found if found and _parts(found) > _parts(VERSION) else ""
 
 
 @contextmanager

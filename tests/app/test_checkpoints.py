@@ -13,14 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.outcome import Exit
-from actors.state.checkpoint_files import LaterFormat
+from actors.state.checkpoint_files import LaterFormat, trained_parameters
 from app.cli import app
-from app.inputs.checkpoints import checkpoint_folder, steps_begun
+from app.inputs.checkpoints import check_same_weights, checkpoint_folder, steps_begun
 from app.sampling.model import saved_model
 from app.sampling.sample import default_out
 from app.settings.errors import exit_code, one_line
 from app.settings.resume import check_resume
 from app.settings.sections import RunSection
+from app.settings.written_by import VERSION
+from ops.models.folders import resolve
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
 
@@ -86,6 +88,35 @@ def test_one_of_a_later_version_ends_each_command_with_a_sentence(run: Path) -> 
         check_resume(resumed)
     assert steps_begun(resumed) == 750 and checkpoint_folder(run, 500).name == "step-499"
     assert not check_resume(resumed, checkpoint=run / "checkpoints" / "step-499"), "a run may go back"
+
+
+def test_a_resume_under_which_the_model_lists_its_weights_otherwise_is_refused(run: Path) -> None:
+    """Their sum was all that was compared: each weight was read in the place of another of as many numbers."""
+    resumed = replace(tiny_run(), run=RunSection(name="one", dir=str(run.parent)))
+    check_same_weights(resumed)
+    newest = run / "checkpoints" / "step-749"
+    meta = json.loads((newest / "meta.json").read_bytes())
+
+    def has(listed: list[Any] | None) -> None:
+        (newest / "meta.json").write_text(json.dumps({**meta, "parameters": listed}).ljust(size))
+
+    size, whole = (newest / "meta.json").stat().st_size, meta["parameters"]
+    last, first = whole[-1]["name"], whole[0]["name"]
+    has(whole[::-1])
+    with pytest.raises(ConfigError, match=f"step-749 .*{last} lies there, {first} lies here.*Heddle {VERSION} "):
+        check_same_weights(resumed)
+    check_same_weights(resumed, run / "checkpoints" / "step-499")
+    has(whole[:-1])
+    with pytest.raises(ConfigError, match=rf"{last} is missing there and \["):
+        check_same_weights(resumed)
+    lora = replace(resumed, model=replace(resumed.model, dit=replace(resumed.model.dit, lora_rank=2)))
+    has(whole)
+    with pytest.raises(ConfigError, match=r"lora.* is missing there and \["):
+        check_same_weights(lora)
+    has(trained_parameters(resolve(lora.model)[0]))  # type: ignore[arg-type]
+    check_same_weights(lora)
+    has(None)
+    check_same_weights(resumed)
 
 
 def keep_from_us(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
