@@ -58,6 +58,7 @@ def is_monitor(actor: str) -> bool:
 
 
 def keeper_name(run: str, node: str) -> str:
+    """What the names of keepers of this node begin with; "" as node: of all nodes."""
     return f"{run}/keeper/{node[:12]}"
 
 

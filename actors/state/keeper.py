@@ -26,7 +26,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -41,8 +43,8 @@ from actors.state.versions import Version, VersionBook
 from actors.step import Position
 from ops.memory.lending import Lender, borrow
 from ops.memory.node_room import node_room
-from ops.shards import ShardState
-from ops.update.state_memory import BANKS, TURNS, StateMemory
+from ops.shards import ARRAYS, Distance, ShardState
+from ops.update.state_memory import BANKS, SEATS, TURNS, BankOrder, StateMemory
 
 log = logging.getLogger(__name__)
 
@@ -491,6 +493,17 @@ def forecast_bytes(total: int, *, weight_bytes: int, copies: int, num_keepers: i
 
 
 # Ray ----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def protocol() -> str:
+    """A digest of what keepers are asked and answer, and of how what they know lies in memory. Keepers outlive the
+    controller, and the next one may be of another version."""
+    messages = (Snapshot, HeldShard, JoinAnswer, WrittenShard, Standing, ShardState, Distance, Version, VersionBook)
+    said = [(one.__name__, *((of.name, str(of.type)) for of in fields(one))) for one in (*messages, BankOrder)]
+    methods = sorted(name for name in vars(Keeper) if not name.startswith("_"))
+    asked = [(name, *map(str, getattr(vars(Keeper)[name], "__annotations__", {}).items())) for name in methods]
+    return blake2b(json.dumps([said, asked, BANKS, TURNS, SEATS, ARRAYS]).encode(), digest_size=4).hexdigest()
 
 
 def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:

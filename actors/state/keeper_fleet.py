@@ -20,9 +20,10 @@ from actors.outcome import Tell, silent
 from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
 from actors.records.events import KeeperLost, KeeperSlow
 from actors.refs import Ref
-from actors.state.keeper import KeeperHandle, Process, Standing, attach, place, spawn
+from actors.state.keeper import KeeperHandle, Process, Standing, attach, place, protocol, spawn
 from actors.state.recovery import KeeperInventory
 from actors.step import Position
+from ops.counted import first_of
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,24 @@ class Base:
     made_in: int
     total: int
     members: Mapping[str, tuple[Process, ...]]
+
+
+class OtherKeepers(RuntimeError):
+    """Keepers of the run were started by a version with which this one exchanges other messages. They may hold the
+    newest state, and stay."""
+
+    def __init__(self, names: Sequence[str], steps: int = 0) -> None:
+        """`steps`: how many have made the newest checkpoint, where it is known."""
+        super().__init__(names, steps)
+        self.names, self.steps = tuple(names), steps
+
+    def __str__(self) -> str:
+        return (
+            f"{first_of(self.names)} of this run: started by another version of Heddle, with which this one cannot "
+            f"speak, and may hold a newer state than its checkpoints. Resume with that version; or give up what is in "
+            f"memory alone, and go on from a checkpoint: heddle train --resume --back-to {self.steps or 'STEPS'} ends "
+            f"them."
+        )
 
 
 class Keepers:
@@ -91,13 +110,13 @@ class Keepers:
         self._unfit = {node: since for node, since in self._unfit.items() if now - since <= _UNFIT_S}
         fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
         chosen = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._copies)
-        fresh = [node for node in chosen if keeper_name(self._run, node) not in self._handles]
+        fresh = [node for node in chosen if keeper_on(self._run, node) not in self._handles]
         for node in fresh:
             self._start(node)
         for node in chosen:
-            self._nodes[keeper_name(self._run, node)] = node
+            self._nodes[keeper_on(self._run, node)] = node
         here = {name: node for name, node in self._nodes.items() if node in chosen}
-        self._homes = {rank: keeper_name(self._run, node) for rank, node in enumerate(worker_nodes)}
+        self._homes = {rank: keeper_on(self._run, node) for rank, node in enumerate(worker_nodes)}
         self._placed = place(dict(enumerate(worker_nodes)), here, self._copies)
         return fresh
 
@@ -186,18 +205,15 @@ class Keepers:
         fresh += [self._nodes[name] for name, reference in adopting.items() if not _has_adopted(reference)]
         if self._base is not None:
             for node in fresh:
-                self._begin(keeper_name(self._run, node))
+                self._begin(keeper_on(self._run, node))
             self.commit(self._base.step, self._position, self._pinned)  # a restarted one may not know it
         return [node for node in fresh if node in worker_nodes]
 
     def find(self) -> dict[str, KeeperHandle]:
-        """Live keepers of this run, also those of an earlier controller."""
-        prefix = keeper_name(self._run, "")
-        names = [
-            entry["name"]
-            for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix)
-        ]
+        """Live keepers of this run, also those of an earlier controller. Raises OtherKeepers."""
+        names = keepers_of_run(self._run)
+        if other := [name for name in names if not is_of_this_version(name)]:
+            raise OtherKeepers(other)
         self._handles.update(attach([n for n in names if n not in self._handles], namespace=NAMESPACE))
         return dict(self._handles)
 
@@ -292,7 +308,7 @@ class Keepers:
     def _revive(self, node: str | None) -> bool:
         """Start a keeper in the place of a lost one, if workers of its node may have the memory; once, until `repair`
         has asked whether they had it."""
-        if node is None or not self._lenders.get(node) or keeper_name(self._run, node) in self._adopting:
+        if node is None or not self._lenders.get(node) or keeper_on(self._run, node) in self._adopting:
             return False
         if node not in alive_nodes():
             return False
@@ -303,7 +319,7 @@ class Keepers:
 
     def _start(self, node: str) -> str:
         """A new keeper on this node. Returns its name."""
-        name = keeper_name(self._run, node)
+        name = keeper_on(self._run, node)
         self._handles[name] = spawn(name, node, namespace=NAMESPACE)
         return name
 
@@ -342,6 +358,25 @@ class Keepers:
         for handle in self._handles.values():
             kill(handle)
         self._handles.clear()
+
+
+def keeper_on(run: str, node: str) -> str:
+    """The name of the run's keeper on this node, started by this version."""
+    return f"{keeper_name(run, node)}-{protocol()}"
+
+
+def is_of_this_version(keeper: str) -> bool:
+    """Whether one of this name exchanges the messages of this version."""
+    return keeper.endswith(f"-{protocol()}")
+
+
+def keepers_of_run(run: str) -> list[str]:
+    """Names of its keepers that live, of any version."""
+    return [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(keeper_name(run, ""))
+    ]
 
 
 def _together(told: Collection[Standing]) -> Standing:

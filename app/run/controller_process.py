@@ -143,6 +143,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
 def _left_in_keepers(config: RunConfig, folder: Path) -> str:
     """What is not on disk where no controller could be started; "": all is."""
     from actors.run.rescue import rescue
+    from actors.state.keeper_fleet import OtherKeepers
 
     try:
         recorded = newest_line(folder)
@@ -150,6 +151,8 @@ def _left_in_keepers(config: RunConfig, folder: Path) -> str:
         return f"What keepers hold stays in memory ({one_line(error)}): continue with --resume on this cluster"
     try:
         return rescue(runtime_config(config, folder), recorded)
+    except OtherKeepers:  # the caller's error says so
+        return ""
     except Exception as error:  # the caller's error ends the run; its reason has both
         log.exception("what keepers hold was not written")
         return f"What keepers hold could not be written ({one_line(error)}): continue with --resume on this cluster"

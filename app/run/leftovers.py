@@ -20,12 +20,14 @@ _ALIVE_S = 15.0
 def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE_S) -> None:
     """Called before a run starts in an existing folder. Raises FolderHeld if the run there is alive. With `overwrite`,
     ends the actors of an earlier run, which still hold memory in this cluster; else they are found again, and a request
-    to stop that the earlier run was killed before it met is dropped. A run whose workers were heard in the last
-    `alive_s` has a controller."""
+    to stop that the earlier run was killed before it met is dropped. Raises OtherKeepers for those that cannot be found
+    again. A run whose workers were heard in the last `alive_s` has a controller."""
     import ray
 
     from actors.names import NAMESPACE, RUN_ID, run_id
     from actors.ray_calls import get
+    from actors.state.checkpoint_writer import newest_step
+    from actors.state.keeper_fleet import OtherKeepers, is_of_this_version, keepers_of_run
 
     folder = run_dir(config)
     if not (folder / RUN_ID).is_file():
@@ -38,6 +40,9 @@ def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE
     if report is not None and any(report.now - seen.at < alive_s for seen in report.seen.values()):
         raise FolderHeld(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
     if not overwrite:
+        if other := [name for name in keepers_of_run(run_id(folder)) if not is_of_this_version(name)]:
+            newest = newest_step(folder)
+            raise OtherKeepers(other, newest + 1 if newest is not None else 0)
         if report is not None and report.wishes.stop:
             get(monitor.stopped.remote(), timeout=30)
         return

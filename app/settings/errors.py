@@ -17,7 +17,13 @@ NO_PLACE = frozenset((errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 # by class name along the inheritance, so that no layer is imported only for this
-CODES = {"ConfigError": Exit.USAGE, "LaterFormat": Exit.USAGE, "PlanError": Exit.PLAN, "DataError": Exit.DATA}
+CODES = {
+    "ConfigError": Exit.USAGE,
+    "LaterFormat": Exit.USAGE,
+    "OtherKeepers": Exit.USAGE,
+    "PlanError": Exit.PLAN,
+    "DataError": Exit.DATA,
+}
 
 
 def exit_code(error: BaseException) -> int:

@@ -6,17 +6,23 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
+from actors.config import SnapshotConfig
+from actors.held_state import HeldShard
 from actors.names import NAMESPACE, run_id
-from actors.outcome import Outcome
+from actors.outcome import Exit, Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from actors.progress import Progress
+from actors.state import keeper as keeper_module
+from actors.state import keeper_fleet
+from actors.state.keeper import protocol, spawn
+from actors.state.keeper_fleet import OtherKeepers
 from app.commands.workers import drain, list_workers, scale, stop, warn_if_quiet
 from app.run import operator
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
@@ -25,8 +31,10 @@ from app.run.lock import FolderHeld, FolderLock, lock_path
 from app.run.operator import address_of, answer, how_it_ended
 from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
+from app.settings.errors import exit_code
 from ops.typed import ConfigError
 from tests.actors.fakes import Handle
+from tests.actors.state.test_checkpoint_files import write as write_checkpoint
 from tests.rays import local_ray
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
@@ -176,6 +184,34 @@ def test_overwriting_a_dead_run_frees_its_actors(tmp_path: Path, live_run: tuple
         for _ in range(600):  # its process may answer for a moment longer
             ray.get(monitor.ping.remote(), timeout=30)
             time.sleep(0.05)
+
+
+def test_keepers_of_another_version_end_the_start_and_stay(
+    tmp_path: Path, live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their answers could not be put together, ten controllers in a row, and nobody said that the version which had
+    started them could go on from them."""
+    node, run = ray.get_runtime_context().get_node_id(), run_id(tmp_path)
+    config = RunConfig.load(DEMO, [f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}"])
+    with monkeypatch.context() as before:
+        before.setattr(keeper_fleet, "protocol", lambda: "00000000")
+        keeper = spawn(keeper_fleet.keeper_on(run, node), node, namespace=NAMESPACE)
+        assert list(keeper_fleet.Keepers(run, SnapshotConfig()).find()) == [f"{run}/keeper/{node[:12]}-00000000"]
+    write_checkpoint(tmp_path / "checkpoints", 9)
+    with pytest.raises(OtherKeepers, match=r"Resume with that version; .* --resume --back-to 10 ends them"):
+        end_leftovers(config, overwrite=False)
+    with pytest.raises(OtherKeepers) as raised:
+        keeper_fleet.Keepers(run, SnapshotConfig()).take_over(0.0)
+    assert exit_code(raised.value) == Exit.USAGE and ray.get(keeper.standing.remote()).committed == -1
+    end_leftovers(config, overwrite=True)  # as --back-to does
+    end_leftovers(config, overwrite=False)
+
+
+def test_what_keepers_exchange_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert protocol.__wrapped__() == protocol()
+    another = make_dataclass("HeldShard", [(one.name, one.type) for one in fields(HeldShard)] + [("more", "int")])
+    monkeypatch.setattr(keeper_module, "HeldShard", another)
+    assert protocol.__wrapped__() != protocol()
 
 
 def test_a_request_that_a_killed_run_has_not_met_does_not_stop_the_next_start(

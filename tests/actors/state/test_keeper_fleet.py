@@ -16,14 +16,13 @@ import ray
 from actors.config import SnapshotConfig
 from actors.held_state import HeldShard, Snapshot
 from actors.letters import CommitCall
-from actors.names import keeper_name
 from actors.outcome import Events, StopRun
 from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
 from actors.run.committer import Committer
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
-from actors.state.keeper_fleet import Base, Keepers, keeper_nodes
+from actors.state.keeper_fleet import Base, Keepers, keeper_nodes, keeper_on
 from actors.state.recovery import CommitLog
 from actors.state.run_state import RunState, StuckCommit
 from actors.step import Seat
@@ -286,7 +285,7 @@ def test_a_keeper_that_died_is_followed_by_one_that_takes_over_its_nodes_memory(
     first.answers = [(0.0, GONE)]
     assert keepers.gone() == []
     keepers.commit(8, {"at": 8}, [7])
-    assert keepers.gone() == [keeper_name("run", "here")]
+    assert keepers.gone() == [keeper_on("run", "here")]
     assert keepers.repair(["here"], give_up_s=600.0) == []
     second = cluster.newest("here")
     assert second is not first and second.told == [("adopt", (5, 6)), ("commit", 4, 8, {"at": 8}, (7,))]
@@ -335,15 +334,15 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
     keepers = Placed("run", SnapshotConfig(), listener.on_event)
     keepers.prepare(["gpus"], needs_bytes=600)
     assert list(keepers._nodes.values()) == ["gpus", "big"]
-    assert keepers._placed[0] == (keeper_name("run", "big"),)
+    assert keepers._placed[0] == (keeper_on("run", "big"),)
     keepers.repair(["gpus"], give_up_s=600.0, needs_bytes=600)  # it is full of something else
-    assert keepers._placed[0] == () and listener.told == [] and list(keepers.in_use()) == [keeper_name("run", "gpus")]
+    assert keepers._placed[0] == () and listener.told == [] and list(keepers.in_use()) == [keeper_on("run", "gpus")]
     clock.now += 300
     keepers.prepare(["gpus"], needs_bytes=600)
     assert keepers._placed[0] == ()
     clock.now += 301  # and what filled it may be gone
     keepers.prepare(["gpus"], needs_bytes=600)
-    assert keepers._placed[0] == (keeper_name("run", "big"),)
+    assert keepers._placed[0] == (keeper_on("run", "big"),)
 
 
 class WithSpare:
@@ -462,7 +461,7 @@ def test_a_commit_goes_by_relays_and_to_those_whose_relay_is_gone_once_more(
     relays = {"ab": relay("ab"), "c": relay("c")}
     finder: Any = SimpleNamespace(relay_for=lambda node: relays.get("ab" if node in "ab" else node))
     keepers.commit(7, {"at": 7}, (), finder)
-    names = {node: keeper_name("run", node) for node in "abcd"}
+    names = {node: keeper_on("run", node) for node in "abcd"}
     assert asked == [("ab", [names["a"], names["b"]]), ("c", [names["c"]])]
     commit = ("commit", 4, 7, {"at": 7}, ())
     assert [commit in cluster.newest(node).told for node in "abcd"] == [False, False, False, True], "d has no relay"
