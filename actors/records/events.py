@@ -321,7 +321,13 @@ class EnvironmentSeen(RunEvent, event="environment"):
     def describe(self) -> str:
         if not self.changed:
             return ""
-        return f"the environment is another one from step {self.from_step} on: {', '.join(self.changed)}"
+        said = f"the environment is another one from step {self.from_step} on: {', '.join(self.changed)}"
+        if " or " not in self.software.get("heddle", ""):
+            return said
+        return (
+            f"{said}. Workers with other files of Heddle may fail, or compute otherwise: give all nodes the same, or "
+            f"end the run and --resume"
+        )
 
     @property
     def facts(self) -> dict[str, str]:

@@ -29,6 +29,7 @@ from actors.pool.membership_types import (
     View,
 )
 from actors.records.events import EnvironmentSeen, GenerationFormed, NodeRests, WeightsFetched, WorkersLeftOut
+from actors.run.environment_words import environment_of
 from ops.waiting import Patience
 from tests.actors.fakes import Handle, Listening, StateHere, controller_of, pool_here
 
@@ -97,6 +98,15 @@ def test_what_workers_compute_with_is_told_at_every_start_and_where_it_changes(t
     ]
     assert told[-1].gpus == {"A100": 2} and told[-1].from_step == 7
     assert [bool(event.describe()) for event in told] == [False, False, True]
+
+
+def test_workers_with_other_files_of_the_program_are_told_with_what_to_do() -> None:
+    """A replacement imports what `git pull` has changed in an editable install since the others began."""
+    before = environment_of([of("a", heddle="aa11")], 0, None)
+    for infos, mixed in (([of("a", heddle="bb22")], False), ([of("a", heddle="aa11"), of("b", heddle="bb22")], True)):
+        found = environment_of(infos, 7, before)
+        assert found is not None and "step 7 on: heddle aa11 -> " in found.describe()
+        assert ("give all nodes the same, or end the run and --resume" in found.describe()) == mixed
 
 
 @pytest.mark.parametrize(("least", "leaves"), [(1, True), (2, False)])
