@@ -276,7 +276,7 @@ class SampleOrder:
         if changed := self._changed_since(token):
             raise DataError(
                 f"the resume token of step {token['step']} was made with other data settings: "
-                f"{', '.join(changed)} changed since. {_ways_on(token['step'], changed)}"
+                f"{', '.join(changed)} changed since.{_why(changed)} {_ways_on(token['step'], changed)}"
             )
         stage = self.stages[token["stage"]]
         if 0 < stage.until_step < token["step"]:
@@ -310,7 +310,19 @@ def _ways_on(step: int, changed: Sequence[str]) -> str:
             f"Restore them, and let data.segments change buckets, batches, items_per_step and weights of sources from "
             f"here on: end the present segment with until_step: {step} and append another; or {begin}."
         )
+    if list(changed) == ["index"]:
+        return f"Restore the files, resume with the version of Heddle that has trained so far, or {begin}."
     return f"Restore them, or {begin}."
+
+
+def _why(changed: Sequence[str]) -> str:
+    """A sentence on what a person may not have changed; "" where settings are other ones."""
+    if list(changed) != ["index"]:
+        return ""
+    return (
+        " The index lists every sample: files of the sources are other ones, or settings that decide which samples "
+        "there are (data.limits, caption, media), or this version of Heddle reads the same ones otherwise (CHANGELOG)."
+    )
 
 
 def _chairman(weights: Sequence[float], drawn: Sequence[int], sources: Sequence[int]) -> int:

@@ -234,7 +234,9 @@ def test_whoever_changes_the_data_of_a_run_is_told_how_to_go_on() -> None:
     token = planner.token(state)
     with pytest.raises(DataError, match=r"until_step: 4 and append another; or begin .*train\.init_from"):
         SampleOrder(rows, [stage(items_per_step=5)], 0, {"index": "a"}).restore(token)
-    with pytest.raises(DataError, match=r"index changed since\. Restore them, or begin a new run .*train\.init_from"):
+    with pytest.raises(
+        DataError, match=r"index changed since\. .* reads the same ones.* resume with the version .*init_from"
+    ):
         SampleOrder(rows, [stage()], 0, {"index": "b"}).restore(token)
 
 
