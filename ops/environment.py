@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -23,17 +24,22 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 def software(root: Path = ROOT) -> dict[str, str]:
     """Versions of what a run computes with, here; "heddle" is a digest of the program's files below `root`."""
-    digest = blake2b(digest_size=4)
-    for layer in LAYERS:
-        for path in sorted((root / layer).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    found = {"python": platform.python_version(), "heddle": digest.hexdigest()}
+    found = {"python": platform.python_version(), "heddle": digest_of_program(root)}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     with suppress(OSError):
         found["driver"] = _DRIVER.read_text().strip()
     return found
+
+
+def digest_of_program(root: Path = ROOT, folders: Sequence[str] = LAYERS) -> str:
+    """The digest of the program's files in these folders."""
+    digest = blake2b(digest_size=4)
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def environment(device: torch.device) -> tuple[tuple[str, str], ...]:

@@ -14,27 +14,32 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from data.cache import Listing
+from ops.environment import digest_of_program
 from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
 _FOLDER = "whole"
+_LOOKS = ("data", "actors/feed", "app/kept")  # whose files say which entries are asked for, and whether one is there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeVerdict:
-    """Whether somebody has found all of these entries. Whoever has it found by another version looks again."""
+    """Whether somebody has found all of these entries. Whoever has it found by another version, also by one between two
+    releases, looks again."""
 
     path: Path  # of the last one on a run that asks for the same
     there: list[str]  # what holds as long as it is equal
 
     @classmethod
     def of(cls, root: Path, key: str, listed: Iterable[Listing]) -> WholeVerdict:
-        return cls(path=root / _FOLDER / f"{key}.json", there=[_version(), *(one.digest() for one in listed)])
+        return cls(
+            path=root / _FOLDER / f"{key}.json",
+            there=[digest_of_program(folders=_LOOKS), *(one.digest() for one in listed)],
+        )
 
     def told(self) -> str:
         """What was kept; "" where that is of other entries, or cannot be read."""
@@ -51,10 +56,3 @@ class WholeVerdict:
             write_whole(self.path, json.dumps({"there": self.there, "told": told}))
         except OSError as error:
             log.warning("that the cache is whole cannot be kept there (%s): the next start looks at every clip", error)
-
-
-def _version() -> str:
-    try:
-        return version("heddle")
-    except PackageNotFoundError:
-        return ""

@@ -38,6 +38,7 @@ from app.cli import app
 from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
+from app.kept.verdict import WholeVerdict
 from app.kept.wanted import CacheLook, KindAccount, WantedEntry, cache_preview, check_only, look
 from app.plan.dry_run import dry_run
 from app.proof.command import settings_of
@@ -660,6 +661,14 @@ def test_a_cache_that_was_whole_is_not_asked_for_each_clip_again(
             check_only(config, cuda=False)
     lost.write_bytes(content)
     assert asked(config) > 0 and asked(config) == 0, "whatever else is there"
+
+
+def test_a_verdict_by_other_files_of_the_program_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two releases the version stays, and which entries are asked for may not."""
+    WholeVerdict.of(tmp_path, "key", []).keep("all of them")
+    assert WholeVerdict.of(tmp_path, "key", []).told() == "all of them"
+    monkeypatch.setattr("app.kept.verdict.digest_of_program", lambda folders: "another")
+    assert WholeVerdict.of(tmp_path, "key", []).told() == ""
 
 
 def test_a_verdict_that_cannot_be_read_or_kept_is_none(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.inputs.checkpoints import run_config
+from app.settings import written_by
 from app.settings.config import RunConfig
 from app.settings.written_by import VERSION
 from ops.typed import ConfigError
@@ -50,6 +51,24 @@ def test_a_key_of_a_later_version_names_both_versions(tmp_path: Path, version: s
 def test_a_key_in_a_file_of_this_version_or_an_earlier_one_is_a_misspelling(version: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown key workers\.lanes"):
         RunConfig.from_yaml(text_of(version))
+
+
+def test_between_two_versions_the_commit_tells_which_wrote_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_by, "_commit", lambda: "aaaaaaaaaa")
+    text = text_of(VERSION)
+    assert text.startswith(f"# Written by Heddle {VERSION}, commit aaaaaaaaaa.\n")
+    with pytest.raises(ConfigError, match=r"unknown key workers\.lanes") as refused:
+        RunConfig.from_yaml(text)
+    assert "commit" not in str(refused.value)
+    told = rf"unknown key workers\.lanes.* by Heddle {VERSION} at commit aaaaaaaaaa, and this one is at bbbbbbbbbb"
+    monkeypatch.setattr(written_by, "_commit", lambda: "bbbbbbbbbb")
+    with pytest.raises(ConfigError, match=told):
+        RunConfig.from_yaml(text)
+    monkeypatch.setattr(written_by, "_commit", lambda: "")  # installed from a wheel
+    assert text_of(VERSION).startswith(f"# Written by Heddle {VERSION}.\n")
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.from_yaml(text)
+    assert "commit" not in str(refused.value)
 
 
 def test_a_key_that_was_typed_is_a_misspelling_whoever_wrote_the_file(tmp_path: Path) -> None:
