@@ -47,6 +47,9 @@ class CheckpointsOnDisk:
         # The run goes on without those of later steps, but for its own: the ones that it has written since, or writes.
         self._goes_on_after = math.inf
         self._own: set[int] = set()
+        # Steps of all that lay there at the last listing; None: it failed. Of others storage is asked nothing when they
+        # are written: the controller would hang with it.
+        self._there: set[int] | None = None
 
     @property
     def withheld(self) -> OSError | None:
@@ -59,6 +62,7 @@ class CheckpointsOnDisk:
         whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
         there = _answer(lambda: step_folders(self._root), deadline)
+        self._there = {step_of(folder) for folder in there}
         self._move_aside(there)
         folders = [folder for folder in there if not self._goes_on_without(step_of(folder))]
         self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
@@ -112,8 +116,11 @@ class CheckpointsOnDisk:
         its own."""
         self._goes_on_after = min(self._goes_on_after, step)
         self._own = {own for own in self._own if own <= step}.union(writing)
+        self._there = None
         try:
-            self._move_aside(step_folders(self._root))
+            there = step_folders(self._root)
+            self._there = {step_of(folder) for folder in there}
+            self._move_aside(there)
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
 
@@ -121,7 +128,8 @@ class CheckpointsOnDisk:
         """A checkpoint of this step is about to be written: what lies there afterwards is the run's own. What storage
         does not give is moved unseen: it may be whole, and would be taken for what was to be written."""
         if self._goes_on_without(step):
-            self._move_aside([step_folder(self._root, step)], unseen=True)
+            if self._there is None or step in self._there:
+                self._move_aside([step_folder(self._root, step)], unseen=True)
             self._own.add(step)
 
     def _goes_on_without(self, step: int) -> bool:

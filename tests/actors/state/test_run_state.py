@@ -212,6 +212,16 @@ def test_what_is_not_given_by_the_time_that_its_step_is_written_is_moved_unseen_
     assert state.step_on_disk() == 9
 
 
+def test_a_step_of_which_nothing_lay_there_asks_storage_nothing_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage that hangs would hang the controller, too."""
+    state = state_of(tmp_path, model=MODEL)
+    state.open(None, 5, [info("w0", "a", 1)])
+    monkeypatch.setattr("actors.state.checkpoints_on_disk.is_complete", lambda folder: pytest.fail(str(folder)))
+    state.disk.make_way(9)
+
+
 def test_what_the_run_goes_on_without_is_moved_when_storage_lists_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
