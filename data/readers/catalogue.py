@@ -215,8 +215,6 @@ class Catalogue:
                 return media.probe(opened, 0, opened.size, media.suffix_of(uri), limits)
         except BadSample as fault:
             return fault
-        except FileNotFoundError:  # a download is renamed when it is whole
-            return BadSample(Reason.FILE_MISSING, f"{uri} was listed, and is gone")
         except DataError as error:  # a name that is listed and cannot be opened
             return BadSample(Reason.UNSAFE_NAME, str(error))
 

@@ -199,10 +199,7 @@ class PairsReader:
         limit = self.limits.max_json_bytes if reason is Reason.BAD_JSON else self.limits.max_caption_bytes
         if file.size > limit:
             raise BadSample(reason, f"{file.size} bytes > {limit}")
-        try:
-            return read_range(file.uri, 0, file.size, self.limits.retries)
-        except FileNotFoundError as error:
-            raise BadSample(Reason.FILE_MISSING, f"{file.uri} was listed, and is gone") from error
+        return read_range(file.uri, 0, file.size, self.limits.retries)
 
 
 def _stem(name: str) -> str:

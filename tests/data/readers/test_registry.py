@@ -469,24 +469,29 @@ def test_file_names_that_are_not_utf8_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind, gone", [("pairs", "c.png"), ("pairs", "c.txt"), ("manifest", "c.png")])
-def test_a_file_that_vanishes_while_its_folder_is_indexed_is_one_sample(tmp_path, monkeypatch, kind, gone):
-    """Downloaders and editors write beside, and rename: the whole set was refused, for want of space on the disk."""
+def test_a_file_that_vanishes_while_its_folder_is_indexed_is_named_and_no_index_is_kept(
+    tmp_path, monkeypatch, kind, gone
+):
+    """As a mount that drops takes all: an index without them would stay when they are back."""
     for name in "abcd":
         (tmp_path / f"{name}.png").write_bytes(picture())
         (tmp_path / f"{name}.txt").write_text("a picture")
     (tmp_path / "t.csv").write_text("path,caption\n" + "".join(f"{name}.png,a picture\n" for name in "abcd"))
-    read = Catalogue.header
+    read, away = Catalogue.header, tmp_path.with_name("away")
 
     def header(catalogue: Catalogue, uri: str, ranged: bool = False):
         if uri.endswith("c.png"):
-            (tmp_path / gone).unlink()
+            (tmp_path / gone).rename(away)
         return read(catalogue, uri, ranged)
 
-    monkeypatch.setattr(Catalogue, "header", header)
-    index, ledger = index_of(tmp_path if kind == "pairs" else tmp_path / "t.csv", tmp_path / "index", kind=kind)
-    assert (index.num_ok, rejected(ledger)) == (3, {"file_missing": 1})
-    (row,) = [row for row in map(index.row, range(len(index))) if row.reject]
-    assert row.detail == f"{tmp_path / gone} was listed, and is gone"
+    given = (tmp_path if kind == "pairs" else tmp_path / "t.csv", tmp_path / "index")
+    with monkeypatch.context() as vanishing:
+        vanishing.setattr(Catalogue, "header", header)
+        with pytest.raises(DataIOError, match=rf"{gone}.*then index again"):
+            index_of(*given, kind=kind)
+    away.rename(tmp_path / gone)
+    index, ledger = index_of(*given, kind=kind)
+    assert (index.num_ok, rejected(ledger)) == (4, {})
 
 
 def test_several_captions_by_policy(tmp_path):
