@@ -489,12 +489,13 @@ class Ledger:
         self._check_fraction(counts.broken, counts.present, counts.last, whose)
         self._check_fraction(counts.broken_draws, counts.seen, counts.last, whose)
         enough = min(self.limits.bad_after, max(counts.planned, LEAST_IN_A_ROW))
+        left_out = counts.last is not None and counts.last.reason.severity is Severity.CHOICE
+        if left_out:  # many of them in a row say nothing; of two epochs, that the source has nothing else
+            enough = max(enough, 2 * counts.planned)
         if self.limits.max_bad_fraction < 1 and counts.bad_in_a_row >= max(enough, 1):
-            what = f"{whose}none of its last {counts.bad_in_a_row} draws could be read"
-            raise DataError(
-                self._sentence(what, counts.skipped, counts.last)
-                + " See whether its files are where data.sources says, then resume."
-            )
+            what = f"{whose}none of its last {counts.bad_in_a_row} draws could be {'trained' if left_out else 'read'}"
+            remedy = "" if left_out else " See whether its files are where data.sources says, then resume."
+            raise DataError(self._sentence(what, counts.skipped, counts.last) + remedy)
 
     def _check_fraction(self, faults: Counter[Reason], seen: int, last: Fault | None, whose: str = "") -> None:
         bad = faults.total()
