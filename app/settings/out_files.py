@@ -24,8 +24,9 @@ def put_page(path: Path, text: str) -> None:
     """In the place of an earlier one, which a full disk leaves as it was. What is no file, such as a pipe, and a file
     in a folder that takes no others, are written as they are."""
     target = Path(os.path.realpath(path))  # what a link leads to, whose place is not for a page
-    is_other = target.exists() and not target.is_file()
-    if is_other or not os.access(target.parent, os.W_OK | os.X_OK):
+    if path.exists() and not path.is_file():  # /dev/stdout leads to what has no path
+        path.write_text(text, encoding="utf-8")
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
         target.write_text(text, encoding="utf-8")
     else:
         write_whole(target, text)

@@ -327,6 +327,11 @@ def test_a_page_goes_into_a_pipe_as_it_is(tmp_path: Path) -> None:
         read = readers.submit(pipe.read_text)
         put_page(pipe, "of a run")
         assert read.result(60) == "of a run" and pipe.is_fifo()
+    ours, theirs = os.pipe()  # as of /dev/stdout, which leads to no path
+    put_page(Path(f"/dev/fd/{theirs}"), "of a run")
+    os.close(theirs)
+    with open(ours) as end:
+        assert end.read() == "of a run"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
