@@ -107,7 +107,8 @@ def begin(folder: Path) -> bool:
             log.warning("%s: removing an incomplete or damaged checkpoint", folder)
             _remove(folder)
     except PermissionError as error:
-        log.warning("%s is moved aside, to %s: %s", folder, put_aside(folder).name, error)
+        aside = put_aside(folder)
+        log.warning("%s is moved aside, to %s: %s", folder, aside.name, error)
     folder.mkdir(parents=True)
     _sync_folder(folder.parent)
     return True
@@ -180,7 +181,7 @@ def seal(
     known = {file.name: file for file in [*files, _write(folder / META, [json.dumps(meta, indent=1).encode()])]}
     listed = [known.get(name) or _as_it_is(folder / name) for name in [*names, META]]
     entries = {file.name: {"size": file.size, "crc32": file.crc32} for file in listed}
-    _write(folder / COMPLETE, [json.dumps({"format": FORMAT, "files": entries}).encode()])
+    _write(folder / COMPLETE, [json.dumps({"format": [FORMAT, FORMAT], "files": entries}).encode()])
     with suppress(OSError):  # it is whole, whatever else lies there
         for left in (*folder.glob(".*.part"), *(folder / name for name in _shard_names(folder) if name not in entries)):
             left.unlink(missing_ok=True)  # of attempts that were given up
@@ -524,7 +525,10 @@ def _listed(folder: Path) -> list[File]:
     """What COMPLETE lists. Raises CheckpointError when it is missing or not as `seal` writes it."""
     try:
         said = json.loads((folder / COMPLETE).read_bytes())
-        if (found := said.get("format", FORMAT)) > FORMAT:
+        found, again = said.get("format", (FORMAT, FORMAT))
+        if found != again:  # a bit of it has changed: nothing else in this file makes up for that
+            raise ValueError(f"its format is {found} and {again}")
+        if found > FORMAT:
             raise _later(folder, f"its format is {found}, and this version reads up to {FORMAT}")
         entries = said["files"].items()
         return [

@@ -77,7 +77,7 @@ def test_one_of_a_later_version_ends_each_command_with_a_sentence(run: Path) -> 
     """`export` made an older one, and `train --resume` went on from there and removed this one at its step."""
     newest = run / "checkpoints" / "step-749"
     marker = newest / "COMPLETE"
-    marker.write_text(json.dumps({**json.loads(marker.read_bytes()), "format": 2}))
+    marker.write_text(json.dumps({**json.loads(marker.read_bytes()), "format": [2, 2]}))
     for command in ("export --to out", "sample --out clips"):
         for checkpoint in (run, newest):
             ended = CliRunner().invoke(app, [*command.split(), "--checkpoint", str(checkpoint)])

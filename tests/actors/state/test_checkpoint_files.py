@@ -10,7 +10,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -598,7 +598,7 @@ def test_a_torn_attempt_of_another_user_is_moved_aside(tmp_path: Path, monkeypat
 def of_later_version(folder: Path) -> Path:
     """As a version writes it whose format is the next one."""
     said = json.loads((folder / COMPLETE).read_bytes())
-    (folder / COMPLETE).write_text(json.dumps({**said, "format": said["format"] + 1}))
+    (folder / COMPLETE).write_text(json.dumps({**said, "format": [number + 1 for number in said["format"]]}))
     return folder
 
 
@@ -621,10 +621,19 @@ def test_a_checkpoint_of_a_later_version_is_neither_damaged_nor_none_and_stays(t
     assert prune(tmp_path, keep_last=1) == [] and newest.is_dir() and folder.is_dir()
 
 
+def test_no_bit_that_changes_makes_a_checkpoint_one_of_a_later_version(tmp_path: Path) -> None:
+    """It would refuse every resume, where one that is damaged is passed over."""
+    marker = write(tmp_path, 9) / COMPLETE
+    said = marker.read_bytes()
+    for place, bit in product(range(len(said)), range(8)):
+        marker.write_bytes(said[:place] + bytes([said[place] ^ 1 << bit]) + said[place + 1 :])
+        is_complete(marker.parent)
+
+
 def test_a_checkpoint_without_a_format_is_of_the_first(tmp_path: Path) -> None:
     folder = write(tmp_path, 9)
     before, said = checksum(folder), json.loads((folder / COMPLETE).read_bytes())
-    assert said.pop("format") == 1
+    assert said.pop("format") == [1, 1]
     (folder / COMPLETE).write_text(json.dumps(said))
     assert latest(tmp_path) == folder and checksum(folder) == before
     (folder / COMPLETE).write_text(json.dumps({**said, "format": "?"}))

@@ -278,7 +278,7 @@ def test_no_controller_goes_on_without_a_checkpoint_of_a_later_version(tmp_path:
     """It began anew, at step 0. One that is later than the metrics was passed over before, and is moved aside whole."""
     folder = write_checkpoint(tmp_path, 299, {})
     marker = folder / checkpoint.COMPLETE
-    marker.write_text(json.dumps({**json.loads(marker.read_bytes()), "format": 2}))
+    marker.write_text(json.dumps({**json.loads(marker.read_bytes()), "format": [2, 2]}))
     with pytest.raises(checkpoint.LaterFormat):
         state_of(tmp_path).first((299, 3))
     assert state_of(tmp_path).step_on_disk() == -1, "as long as it is not known"
