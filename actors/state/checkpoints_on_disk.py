@@ -61,9 +61,7 @@ class CheckpointsOnDisk:
         Raises what keeps storage from saying which there are, and LaterFormat where a later version has written it. One
         whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
-        there = _answer(lambda: step_folders(self._root), deadline)
-        self._there = {step_of(folder) for folder in there}
-        self._move_aside(there)
+        there = self._look(deadline)
         folders = [folder for folder in there if not self._goes_on_without(step_of(folder))]
         self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
         self._unread &= self._withheld.keys()
@@ -116,11 +114,8 @@ class CheckpointsOnDisk:
         its own."""
         self._goes_on_after = min(self._goes_on_after, step)
         self._own = {own for own in self._own if own <= step}.union(writing)
-        self._there = None
         try:
-            there = step_folders(self._root)
-            self._there = {step_of(folder) for folder in there}
-            self._move_aside(there)
+            self._look(deadline=-math.inf)
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
 
@@ -131,6 +126,15 @@ class CheckpointsOnDisk:
             if self._there is None or step in self._there:
                 self._move_aside([step_folder(self._root, step)], unseen=True)
             self._own.add(step)
+
+    def _look(self, deadline: float) -> list[Path]:
+        """All that are there, once those that the run goes on without are moved. Raises what keeps storage from saying
+        it until then."""
+        self._there = None
+        there = _answer(lambda: step_folders(self._root), deadline)
+        self._there = {step_of(folder) for folder in there}
+        self._move_aside(there)
+        return there
 
     def _goes_on_without(self, step: int) -> bool:
         return step > self._goes_on_after and step not in self._own
@@ -143,7 +147,8 @@ class CheckpointsOnDisk:
                 continue
             try:
                 if self._may_count(folder, unseen):
-                    why = f"the run goes on from an earlier one; it lies in {put_aside(folder).name} now"
+                    aside = put_aside(folder)
+                    why = f"the run goes on from an earlier one; it lies in {aside.name} now"
                     log.warning("%s is passed over: %s", folder, why)
                     self._tell(CheckpointPassedOver(folder=folder.name, why=why))
             except OSError as error:
