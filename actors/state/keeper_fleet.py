@@ -17,7 +17,7 @@ from actors.held_state import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.letters import CommitAnswers, CommitCall, KeeperCall, RelayFinder, held, told
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
-from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
+from actors.ray_calls import FOR_GOOD, draining_nodes, get, kill, nodes, wait
 from actors.records.events import KeeperLost, KeeperSlow
 from actors.refs import Ref
 from actors.state.keeper import KeeperHandle, Process, Standing, attach, place, protocol, spawn
@@ -51,17 +51,17 @@ class OtherKeepers(RuntimeError):
     """Keepers of the run were started by a version with which this one exchanges other messages. They may hold the
     newest state, and stay."""
 
-    def __init__(self, names: Sequence[str], steps: int = 0) -> None:
-        """`steps`: how many have made the newest checkpoint, where it is known."""
+    def __init__(self, names: Sequence[str], steps: int | None = None) -> None:
+        """`steps`: how many have made the newest checkpoint, 0 where there is none; None where that is not known."""
         super().__init__(names, steps)
         self.names, self.steps = tuple(names), steps
 
     def __str__(self) -> str:
+        back = f"go on from a checkpoint: heddle train --resume --back-to {self.steps or 'STEPS'}"
         return (
             f"{first_of(self.names)} of this run: started by another version of Heddle, with which this one cannot "
             f"speak, and may hold a newer state than its checkpoints. Resume with that version; or give up what is in "
-            f"memory alone, and go on from a checkpoint: heddle train --resume --back-to {self.steps or 'STEPS'} ends "
-            f"them."
+            f"memory alone, and {'begin anew: heddle train --overwrite' if self.steps == 0 else back} ends them."
         )
 
 
@@ -412,8 +412,14 @@ def _has_adopted(reference: Ref[bool]) -> bool:
 
 
 def alive_nodes() -> dict[str, float]:
-    """Nodes of the cluster that live, and the memory that each offers to Ray."""
-    return {node["NodeID"]: node["Resources"].get("memory", 0.0) for node in nodes() if node["Alive"]}
+    """Nodes of the cluster that live and stay, and the memory that each offers to Ray, which starts nothing more on
+    those that it drains."""
+    there, leaving = nodes(), draining_nodes()
+    return {
+        node["NodeID"]: node["Resources"].get("memory", 0.0)
+        for node in there
+        if node["Alive"] and node["NodeID"] not in leaving
+    }
 
 
 def keeper_nodes(

@@ -42,7 +42,7 @@ def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE
     if not overwrite:
         if other := [name for name in keepers_of_run(run_id(folder)) if not is_of_this_version(name)]:
             newest = newest_step(folder)
-            raise OtherKeepers(other, newest + 1 if newest is not None else 0)
+            raise OtherKeepers(other, newest + 1 if newest is not None else None)
         if report is not None and report.wishes.stop:
             get(monitor.stopped.remote(), timeout=30)
         return

@@ -197,6 +197,8 @@ def test_keepers_of_another_version_end_the_start_and_stay(
         before.setattr(keeper_fleet, "protocol", lambda: "00000000")
         keeper = spawn(keeper_fleet.keeper_on(run, node), node, namespace=NAMESPACE)
         assert list(keeper_fleet.Keepers(run, SnapshotConfig()).find()) == [f"{run}/keeper/{node[:12]}-00000000"]
+    with pytest.raises(OtherKeepers, match=r"begin anew: heddle train --overwrite ends them"):
+        end_leftovers(config, overwrite=False)
     write_checkpoint(tmp_path / "checkpoints", 9)
     with pytest.raises(OtherKeepers, match=r"Resume with that version; .* --resume --back-to 10 ends them"):
         end_leftovers(config, overwrite=False)

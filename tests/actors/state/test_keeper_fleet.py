@@ -223,7 +223,9 @@ class Cluster:
         self.memory, self.clock, self.started = memory, clock, {}  # type: ignore[var-annotated]
         self.answers: dict[str, Any] = {}  # of keepers on these nodes, from the next one on
         self.adopt = True
+        self.draining: set[str] = set()
         monkeypatch.setattr("actors.state.keeper_fleet.spawn", self._spawn)
+        monkeypatch.setattr("actors.state.keeper_fleet.draining_nodes", lambda: frozenset(self.draining))
         monkeypatch.setattr(
             ray,
             "nodes",
@@ -248,6 +250,19 @@ def snapshot_of(rank: int, lo: int, hi: int) -> Snapshot:
 
 def base_of(**members: tuple[Any, ...]) -> Base:
     return Base(generation=4, step=6, made_in=3, total=100, members=members)
+
+
+def test_no_keeper_begins_on_a_node_that_ray_drains_and_copies_leave_it(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray starts nothing there: the run ended after eight keepers that did not come."""
+    cluster, keepers = Cluster(monkeypatch, clock, goes=4.0, here=1.0, stays=2.0), Placed("run", SnapshotConfig())
+    assert keepers.prepare(["here"]) == ["here", "goes"]
+    cluster.draining.add("goes")
+    assert keepers.prepare(["here"]) == ["stays"]
+    assert list(keepers.in_use().values()) == [cluster.newest("here"), cluster.newest("stays")]
+    cluster.draining.add("stays")
+    assert keepers.prepare(["here"]) == [] and list(keepers.in_use().values()) == [cluster.newest("here")]
 
 
 def test_a_shard_is_held_on_its_own_node_and_copied_to_another_that_lives(
