@@ -38,9 +38,7 @@ class Severity(StrEnum):
     SAMPLE = "sample"  # a broken sample: counts towards max_bad_fraction
     SHARD = "shard"  # a broken shard or manifest: counts towards max_bad_shards
     ABSENT = "absent"  # normal in an index (dead URLs), so only counted there; as a draw it is a broken sample
-    CHOICE = (
-        "choice"  # left out by the user's own filters and buckets, or as nothing that is trained: no limit counts it
-    )
+    CHOICE = "choice"  # left out by the user's own filters and buckets, or as no kind that is trained: without a limit
     NOTE = "note"  # a member that belongs to no sample; no sample is lost
 
 
