@@ -108,7 +108,7 @@ class Lookout:
 
     def look(self) -> list[Event]:
         """Everything that has changed since the last look, in an order the membership can take."""
-        self._draining = draining_nodes()
+        self._draining = self._leaving_nodes()
         events = self._starts()
         report = self._report()
         if report is not None:
@@ -302,6 +302,9 @@ class Lookout:
         waiting = [name for name in self._pool.pending if name not in report.seen]
         surplus = max(0, len(self._pool.names) - target)
         return [Resize(min=self._config.min, max=target), *self._recall(waiting[::-1][:surplus])]
+
+    def _leaving_nodes(self) -> frozenset[str]:
+        return draining_nodes()
 
     def _room(self) -> int:
         """How many more workers the cluster could start right now, on nodes that are not shunned and stay."""

@@ -209,12 +209,12 @@ def test_the_next_notice_does_not_end_a_leave(
         if len(began) == 1:
             signal.raise_signal(signal.SIGTERM)
 
-    def goes_on(address: str, node: str, leave_s: float) -> None:
+    def goes_on(address: str, node: str, seconds: float, why: str) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(ray, "init", connect)
     monkeypatch.setattr("actors.ray_calls.nodes", list)
-    monkeypatch.setattr("app.run.join._start_nothing_more", goes_on)
+    monkeypatch.setattr("actors.ray_calls.drain", goes_on)
     monkeypatch.setattr("app.run.join._drained", lambda node: [])
     node: Any = SimpleNamespace(id_among=lambda cluster: "here")
     with _told_to_leave(False) as leaves:

@@ -151,11 +151,14 @@ class VirtualPool(Pool):
 
 
 class VirtualLookout(Lookout):
-    """The real one, which finds room on virtual nodes."""
+    """The real one, which finds room on virtual nodes; Ray drains none of them."""
 
     def __init__(self, config: RuntimeConfig, pool: Pool, monitor: MonitorHandle, tell: Tell, machines: Machines):
         super().__init__(config.workers, pool, monitor, tell)
         self._machines = machines
+
+    def _leaving_nodes(self) -> frozenset[str]:
+        return frozenset()
 
     def _room(self) -> int:
         return self._machines.free
