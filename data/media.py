@@ -64,7 +64,7 @@ PILLOW_ERRORS = (
     RuntimeError,
     struct.error,
 )
-STORAGE_ERRORS = (DataError, DataIOError)
+STORAGE_ERRORS = (DataError, DataIOError, FileNotFoundError)
 
 
 _BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"\x1aE\xdf\xa3": "mkv", b"BM": "bmp"}

@@ -34,7 +34,7 @@ from actors.records.events import (
 )
 from actors.refs import Ref
 from actors.state import keeper
-from actors.state.checkpoint_files import Meta, ParameterMeta, trained_parameters
+from actors.state.checkpoint_files import LaterFormat, Meta, ParameterMeta, trained_parameters
 from actors.state.checkpoint_writer import Writer
 from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import Process, Standing
@@ -54,6 +54,7 @@ _POSITION_S = 30.0  # an older position of the data also serves, so there is no 
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
+_OF_LATER_VERSION = "its newest checkpoint, with the version of Heddle that wrote it"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
 _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
@@ -170,6 +171,9 @@ class RunState:
         except OSError as error:
             log.warning("which checkpoints are on disk is not known: %s", error)
             return _NOT_GIVEN
+        except LaterFormat as error:
+            log.warning("%s", error)
+            return _OF_LATER_VERSION
         if found is None and self.disk.withheld:
             return _NOT_GIVEN
         return _named(found[0] if found is not None else -1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from actors.plan.types import Cascade, Cluster, Item, Plan
 from app.drawing.style import CSS
 from app.drawing.svg import Bar, EventMark, Lane, timeline
+from app.settings.out_files import put_page
 
 if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
@@ -106,11 +107,11 @@ def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Bucke
         parts.append(
             f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{timeline(lanes, _ends(plan))}</section>"
         )
-    path.write_text(
+    put_page(
+        path,
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f"<meta name='viewport' content='width=device-width, initial-scale=1'><title>Plan - Heddle</title>"
         f"<style>{CSS}</style></head><body><main>{''.join(parts)}</main></body></html>",
-        encoding="utf-8",
     )
 
 

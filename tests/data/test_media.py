@@ -194,14 +194,17 @@ def test_a_header_that_pillow_refuses_by_a_runtime_error_is_a_bad_sample(tmp_pat
     assert caught.value.reason is Reason.DECODE_ERROR
 
 
-def test_storage_that_fails_under_pillow_is_no_bad_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [DataIOError, FileNotFoundError], ids=["fails", "gone"])
+def test_storage_that_fails_under_pillow_is_no_bad_sample(tmp_path: Path, error: type[Exception]) -> None:
+    """A picture that was removed while its header was read counted as one that cannot be decoded."""
+
     class Unreachable(ReadFile):
         def pread(self, offset: int, count: int, *, alone: bool = False) -> bytes:
-            raise DataIOError("the storage failed")
+            raise error("the storage failed")
 
     path = tmp_path / "a.png"
     cornered().save(path)
-    with Unreachable(str(path)) as file, pytest.raises(DataIOError, match="the storage failed"):
+    with Unreachable(str(path)) as file, pytest.raises(error, match="the storage failed"):
         media.probe(file, 0, file.size, "png", LimitsConfig())
 
 

@@ -516,6 +516,16 @@ def test_whoever_may_end_a_silent_keeper_is_not_told_of_a_start_where_nothing_is
         state_of(tmp_path, keepers=keepers).first()
 
 
+def test_a_checkpoint_of_a_later_version_does_not_hide_that_a_keeper_is_silent(tmp_path: Path) -> None:
+    """The error named the checkpoint alone, and whoever ended the keeper lost the newest state."""
+    complete = write_checkpoint(tmp_path, 399, {}) / "COMPLETE"
+    complete.write_text(json.dumps(json.loads(complete.read_text()) | {"format": [9, 9]}))
+    keepers = KeepersHere(Standing(committed=450))
+    keepers.silent = ("b",)
+    with pytest.raises(StopRun, match=r"may hold the newest state.* with the version of Heddle that wrote it$"):
+        state_of(tmp_path, keepers=keepers).first()
+
+
 class SlowKeepers(KeepersHere):
     """All but the first take long to answer: they are silent where the first one's answer is enough."""
 
