@@ -177,9 +177,10 @@ def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole:
 def test_the_loss_of_held_out_clips_is_that_of_the_command(folder: Path, whole: list[dict]) -> None:
     run = folder / "runs" / "one"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    *_, last = (event for event in events if event["event"] == "held_out")
+    ended = {event["step"]: event for event in events if event["event"] == "held_out"}  # on a busy machine in any order
+    last = ended[STEPS - 1]
     found = validate(run / "checkpoints" / f"step-{STEPS - 1}", device="cpu")
-    assert last["step"] == STEPS - 1 and last["unread"] == 0 < last["clips"] == found.clips
+    assert last["unread"] == 0 < last["clips"] == found.clips
     assert found.loss == pytest.approx(last["loss"], rel=1e-6) and found.by_bucket.keys() == last["by_bucket"].keys()
     assert not (run / ".held_out").exists()
 
