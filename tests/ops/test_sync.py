@@ -12,11 +12,13 @@ import gc
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -392,6 +394,19 @@ def load_shard(folder: Path, key: str) -> ShardState:
         )
 
 
+def deepspeed_ranks(port: int, folder: Path) -> None:
+    """Three processes, for which DeepSpeed is imported once. Does not return."""
+    import ops.update.deepspeed_sync  # noqa: F401
+
+    children = []
+    for rank in range(3):
+        if (child := os.fork()) == 0:
+            deepspeed_rank(rank, port, folder)
+            sys.exit()
+        children.append(child)
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+
+
 def deepspeed_rank(rank: int, port: int, folder: Path) -> None:
     from ops.update.deepspeed_sync import DeepSpeedSync
 
@@ -432,23 +447,16 @@ def deepspeed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(rank), str(store.port), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    command = [sys.executable, "-W", "ignore", __file__, str(store.port), str(folder)]
+    ranks = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        outputs = [process.communicate(timeout=380)[0] for process in processes]
+        output = ranks.communicate(timeout=380)[0]
     finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs):
-        assert process.returncode == 0, output[-3000:]
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+    assert ranks.returncode == 0, output[-3000:]
     return folder
 
 
@@ -793,7 +801,7 @@ def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
 
 
 if __name__ == "__main__":
-    deepspeed_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    deepspeed_ranks(int(sys.argv[1]), Path(sys.argv[2]))
 
 
 class Crossings(TorchDispatchMode):
