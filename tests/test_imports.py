@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@cache
 def imported_modules(path: Path) -> set[str]:
     """Every module a file imports, at any depth of its code."""
     modules = set()
@@ -149,6 +151,7 @@ def room_of(module: str) -> str:
     return module.replace(".", "/") if not module_file(module) else "/".join(module.split(".")[:-1])
 
 
+@cache
 def modules_imported_by(path: Path) -> set[str]:
     """Modules of this project that the file imports, at any depth of its code."""
     modules = set()

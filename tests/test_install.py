@@ -26,6 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from app.bench.gpu.__main__ import LEAST_TORCH, LEAST_TRITON
+from tests.long import in_default_run
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -128,8 +129,17 @@ def package_index() -> None:
 
 
 @pytest.mark.usefixtures("package_index")
-@pytest.mark.parametrize("extra", ["dev", ""])
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+    ("python", "extra"),
+    [
+        ("3.11", "dev"),
+        ("3.13", ""),
+        *(
+            pytest.param(f"3.{n}", extra, marks=pytest.mark.long)
+            for n, extra in ((11, ""), (12, "dev"), (12, ""), (13, "dev"))
+        ),
+    ],
+)
 def test_the_public_index_alone_resolves_to_what_is_pinned_with_one_nccl(python: str, extra: str) -> None:
     wanted = ["--extra", extra] if extra else []
     lines = resolved("--python-version", python, "--constraint", "constraints.txt", *wanted, "pyproject.toml")
@@ -140,7 +150,7 @@ def test_the_public_index_alone_resolves_to_what_is_pinned_with_one_nccl(python:
 
 
 @pytest.mark.usefixtures("package_index")
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", in_default_run(["3.11"], of=["3.11", "3.12", "3.13"]))
 def test_every_lower_bound_can_be_installed_beside_the_others(python: str) -> None:
     """`make lowest` runs tests with them."""
     extras = [part for name in EXTRAS for part in ("--extra", name)]

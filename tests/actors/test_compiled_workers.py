@@ -98,6 +98,7 @@ def compiled() -> Compiled:
     return Compiled(pairs=[*pairs, (found, expected)], graphs=graphs, first_here=first_here)
 
 
+@pytest.mark.long
 def test_a_worker_compiles_in_its_first_cascades_and_computes_the_same(compiled: Compiled) -> None:
     """Its calls are made in other threads than that which loaded the model, and its gradients lie in one vector."""
     for found, expected in compiled.pairs:

@@ -509,7 +509,11 @@ def test_a_timeline_says_what_a_stream_did_beside_the_others(tmp_path: Path) -> 
     assert "| timeline" not in text and timeline([], "nothing", place) == {}
 
 
-@pytest.mark.parametrize("config", [WAN_1_3B, WAN_14B, HUNYUAN_13B], ids=lambda config: f"{config.dim} wide")
+@pytest.mark.parametrize(
+    "config",
+    [WAN_1_3B, *(pytest.param(one, marks=pytest.mark.long) for one in (WAN_14B, HUNYUAN_13B))],
+    ids=lambda config: f"{config.dim} wide",
+)
 def test_flops_of_a_step_are_those_of_its_products(config) -> None:
     """PyTorch counts every product of a traced call; a backward of attention computes its scores again, which is no
     work of the model."""

@@ -223,7 +223,7 @@ def test_hunyuan_sigmas_are_those_of_its_pipeline() -> None:
     np.testing.assert_allclose(scheduler.sigmas.numpy(), sigma_schedule(6, 7.0), atol=1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     run = write_checkpoint(tmp_path / "run", haar_run(lora_rank=rank))
     export.export(run, tmp_path / "out")
@@ -235,7 +235,7 @@ def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-a-0eb5b8.mp4")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_an_exported_folder_has_the_held_out_loss_of_its_checkpoint_and_no_step(
     rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,8 +280,10 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir() if file.is_file()}) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("settings", [{}, {"lora_dora": True}, {"lora_targets": ("to_q", "ffn.*")}])
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [({}, "float32"), ({"lora_dora": True}, "bfloat16"), ({"lora_targets": ("to_q", "ffn.*")}, "float16")],
+)
 def test_lora_only_writes_the_files_of_a_whole_export_and_no_other(
     settings: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
@@ -457,6 +459,11 @@ LAYOUTS = {  # of one family, which its usual pipeline does not have
 }
 
 
+USUAL = [("wan", 0), ("hunyuan15", 0), ("ltx2", 0), ("cogvideox", 2)]  # families and ranks of their factors
+OTHERS = [(name, 0) for name in (*PIPELINES, *LAYOUTS)] + [(name, 2) for name in PIPELINES]
+OTHERS = [one for one in OTHERS if one not in USUAL]
+
+
 def run_on(pipeline: SmallPipeline, base: Path, **dit: Any) -> RunConfig:
     """A run that fine-tunes the published pipeline."""
     train = TrainConfig(flow=pipeline.flow)
@@ -480,9 +487,7 @@ def latent_of(run: Path, request: Mapping[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "rank"),
-    [(name, 0) for name in (*PIPELINES, *LAYOUTS)]
-    + [("cogvideox", 2)]
-    + [pytest.param(name, 2, marks=pytest.mark.long) for name in PIPELINES if name != "cogvideox"],
+    [*USUAL, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHERS)],
 )
 def test_an_exported_pipeline_makes_our_clip(family: str, rank: int, tmp_path: Path) -> None:
     """Trained weights, or factors merged into those that they began with; the scheduler, and the text."""
@@ -506,7 +511,7 @@ def test_mochi_s_pipeline_is_told_what_an_empty_prompt_was_in_training(tmp_path:
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["force_zeros_for_empty_prompt"] is True
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path) -> None:
     """Without an index of a pipeline or a scheduler, which Diffusers would need; the folder is sampled from here. The
     fixed rows of no caption and the frequencies of RoPE are as published."""
@@ -568,13 +573,19 @@ def takes_factors(name: str) -> bool:
 
 FILES = [(name, "pytorch_lora_weights.safetensors") for name in PIPELINES if takes_factors(name)]
 FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "skyreels", "ltx", "ltx2")]
-KINDS = [*((*of, False) for of in FILES), ("wan", "pytorch_lora_weights.safetensors", True)]
-KINDS += [
-    pytest.param(*of, True, marks=pytest.mark.long) for of in FILES if of[0] != "wan" and of[1].startswith("pytorch")
+KINDS = [*((*of, False) for of in FILES), *((*of, True) for of in FILES if of[1].startswith("pytorch"))]
+BY_DEFAULT = [
+    ("wan", "pytorch_lora_weights.safetensors", True),
+    ("wan", "comfyui_lora_weights.safetensors", False),
+    ("cogvideox", "pytorch_lora_weights.safetensors", False),
+    ("ltx2", "pytorch_lora_weights.safetensors", False),
 ]
 
 
-@pytest.mark.parametrize(("family", "file", "dora"), KINDS)
+@pytest.mark.parametrize(
+    ("family", "file", "dora"),
+    [*BY_DEFAULT, *(pytest.param(*kind, marks=pytest.mark.long) for kind in KINDS if kind not in BY_DEFAULT)],
+)
 def test_lora_factors_load_into_the_pipeline_they_were_trained_from(
     family: str, file: str, dora: bool, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_communicators_of_more_workers_come_before_graphs(
     assert ", CUDA graphs" not in shown and "no room for CUDA graphs (2." in shown
 
 
+@pytest.mark.long
 def test_models_that_see_the_first_frame_are_counted_too() -> None:
     model, geometry = resolve(RunConfig.load(LEARN_I2V, ["model.dit.cuda_graphs=auto"]).model)
     assert forecast(model, geometry, TrainConfig(), [(1, 32, 48)], [1], True).graphs_gib > 0

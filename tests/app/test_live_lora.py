@@ -595,7 +595,8 @@ def test_what_writing_them_takes_of_a_node_is_forecast_and_can_be_turned_off(for
     assert lora_files_gib(tiny_run().checkpoint, tiny_run().model) == 0.0
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writing_factors_takes_no_more_memory_than_is_forecast(dtype: str, tmp_path: Path) -> None:
     """In a process of its own, as the task has it: factors of 13 and 104 MiB. What more of them takes is over a third
     of what is forecast for it: that is not far too much."""

@@ -383,24 +383,6 @@ def test_a_run_whose_checkpoints_were_pruned_resumes(folder: Path, whole: list[d
     assert [line["loss"] for line in lines[:STEPS]] == [line["loss"] for line in whole]
 
 
-def test_another_training_is_refused_before_anything_is_touched(folder: Path, whole: list[dict]) -> None:
-    run = copied(folder, "other")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    done = train(
-        folder,
-        "--set",
-        "run.name=other",
-        "--set",
-        "model.dit.num_heads=2",
-        "--set",
-        "model.dit.head_dim=32",
-        "--resume",
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "model.dit.num_heads 4 -> 2" in done.stderr and "model.dit.head_dim 16 -> 32" in done.stderr
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
-
 @pytest.mark.long
 def test_a_resume_that_is_refused_for_its_data_leaves_the_settings(folder: Path, whole: list[dict]) -> None:
     """The controller finds it, after the driver has accepted another schedule."""
@@ -482,12 +464,6 @@ def test_a_full_disk_ends_with_a_sentence_and_the_run_goes_on_once_there_is_room
         assert [line["step"] for line in metrics(folder, "full")] == list(range(found + 2))
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
-
-
-def test_an_existing_run_is_not_overwritten_by_accident(folder: Path, whole: list[dict]) -> None:
-    done = train(folder)
-    assert done.returncode == 2
-    assert "already exists" in done.stderr and "--resume" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.long

@@ -40,7 +40,8 @@ from ops.models.weights import write_folder
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify
 from tests.families.kit import own_weights, their_class
-from tests.families.registry import CASES, VARIANTS, declared
+from tests.families.registry import CASES, ONE_EACH, VARIANTS, declared
+from tests.long import in_default_run
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list(FAMILIES)
@@ -137,7 +138,7 @@ def test_diffusers_has_no_class_of_families_with_code_of_their_own() -> None:
             family.pipeline_class(family.settings())
 
 
-@pytest.mark.parametrize("case", IN_DIFFUSERS)
+@pytest.mark.parametrize("case", in_default_run([case for case in ONE_EACH if case in IN_DIFFUSERS], of=IN_DIFFUSERS))
 def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_path: Path) -> None:
     config = VARIANTS[case]
     state = build_dit(config, seed=0).state_dict()

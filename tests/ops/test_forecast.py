@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -36,6 +35,7 @@ from ops.storages import StorageCount
 from ops.units import GIB
 from ops.update.parameters import blocks_in
 from tests.families.registry import ONE_EACH, VARIANTS
+from tests.long import in_default_run
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
 CLIPS = [Sequence((3, 8, 10), 12), Sequence((1, 6, 6), 5)]
@@ -44,12 +44,6 @@ CLIPS = [Sequence((3, 8, 10), 12), Sequence((1, 6, 6), 5)]
 def clips_for(config: DiTConfig) -> list[Sequence]:
     """Pictures alone where the transformer takes nothing else."""
     return [replace(clip, grid=(1, *clip.grid[1:])) for clip in CLIPS] if config.images_only else CLIPS
-
-
-def in_default_run(*families: str, of: Iterable[str]) -> list[object]:
-    """Cases, of which those of other families are run by `make long`."""
-    kept = [case for case in of if VARIANTS[case].architecture in families]
-    return [*kept, *(pytest.param(case, marks=pytest.mark.long) for case in of if case not in kept)]
 
 
 def real_peak(config: DiTConfig, autocast: bool, by_frame: bool = False) -> int:
@@ -103,17 +97,24 @@ def test_a_pass_is_run_once_for_all_who_ask_whatever_runs_its_blocks(monkeypatch
             pass_bytes(replace(config, **others), CLIPS, 1, Precision())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("dora", "autocast"),
+    [
+        (True, True),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((False, False), (False, True), (True, False))),
+    ],
+)
 def test_beside_8_bits_too(dora: bool, autocast: bool) -> None:
     config = replace(WAN, lora_rank=2, lora_dora=dora, frozen_dtype="float8", gradient_checkpointing=True)
     predicted, _ = pass_bytes(config, CLIPS, 1, Precision(autocast=autocast))
     assert predicted == pytest.approx(real_peak(config, autocast), rel=0.01)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("case", in_default_run("wan", of=ONE_EACH))
+@pytest.mark.parametrize(
+    ("checkpointing", "autocast"),
+    [(False, False), (True, True), *(pytest.param(one, not one, marks=pytest.mark.long) for one in (False, True))],
+)
+@pytest.mark.parametrize("case", in_default_run(["wan"], of=ONE_EACH))
 def test_the_prediction_is_what_tensors_with_data_take(case: str, checkpointing: bool, autocast: bool) -> None:
     config = replace(VARIANTS[case], num_layers=2, gradient_checkpointing=checkpointing)
     predicted, _ = pass_bytes(config, clips_for(config), 1, Precision(autocast=autocast))
@@ -212,7 +213,7 @@ def test_where_blocks_are_fetched_a_gpu_has_two_of_them_and_what_lies_outside(
     assert found - without_state == pytest.approx(weights * 16 / workers, rel=0.01)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
     """Beside the buffers, which are states: gradients of a block go as they come, as those of replicated ones do."""
     deep = replace(WAN, num_layers=3, gradient_checkpointing=True)

@@ -404,7 +404,8 @@ def deepspeed_ranks(port: int, folder: Path) -> None:
             deepspeed_rank(rank, port, folder)
             sys.exit()
         children.append(child)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    sys.exit(any(ends))
 
 
 def deepspeed_rank(rank: int, port: int, folder: Path) -> None:

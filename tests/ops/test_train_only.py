@@ -17,7 +17,8 @@ from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
 from ops.packed.packing import Sequence
 from ops.shards import padding
-from tests.families.registry import CASES, VARIANTS
+from tests.families.registry import CASES, ONE_EACH, VARIANTS
+from tests.long import in_default_run
 
 WAN = WanConfig(num_layers=4, num_heads=2, head_dim=16, ffn_dim=64, freq_dim=16, text_dim=8)
 
@@ -36,7 +37,7 @@ def gradients(config: DiTConfig) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize(
     "patterns", [("*.bias",), ("*.to_q", "*.to_query", "*.qkv", "*.norm?"), ("*blocks.0", "proj_out")]
 )
-@pytest.mark.parametrize("case", VARIANTS)
+@pytest.mark.parametrize("case", in_default_run(ONE_EACH, of=VARIANTS))
 def test_gradients_of_trained_weights_are_those_of_a_whole_training(case: str, patterns: tuple[str, ...]) -> None:
     config = VARIANTS[case]
     known = [name for name, _ in dit_skeleton(config).named_parameters()]

@@ -144,7 +144,14 @@ class Counted:
         monkeypatch.setattr(Group, "all_to_all_async", counting)
 
 
-@pytest.mark.parametrize("train", [FP32, BF16, BF16_WEIGHTS], ids=["fp32", "autocast", "bf16"])
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(FP32, id="fp32", marks=pytest.mark.long),
+        pytest.param(BF16, id="autocast"),
+        pytest.param(BF16_WEIGHTS, id="bf16", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("case", ONE_EACH)
 def test_what_bags_send_is_priced_by_its_bytes(case: str, train: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(VARIANTS[case], gradient_checkpointing=True)

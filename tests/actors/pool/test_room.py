@@ -125,6 +125,7 @@ class Somebody:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_ray_follows_the_wish_and_passes_it_over_where_others_are(cluster: Cluster) -> None:
     made: Any = Somebody
     full = next(n["NodeID"] for n in ray.nodes() if "taken" in n["Resources"])
@@ -137,6 +138,7 @@ def test_ray_follows_the_wish_and_passes_it_over_where_others_are(cluster: Clust
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_ray_places_nobody_on_a_node_that_is_shunned(cluster: Cluster) -> None:
     made: Any = Somebody
     shunned = next(n["NodeID"] for n in ray.nodes() if "taken" in n["Resources"])

@@ -206,6 +206,7 @@ def test_a_gate_before_which_a_thousand_tasks_wait_is_opened(cluster: None) -> N
     kill(gate)
 
 
+@pytest.mark.long
 def test_killed_decode_workers_change_no_pixel(cluster: None, clips: Path) -> None:
     engine = RayEngine(dataset(clips, decoder="slow_decoder:decode", window=64))
     engine.start(0)
@@ -370,6 +371,7 @@ def test_all_decode_tasks_are_of_one_kind_to_ray(cluster: None, clips: Path, mon
     assert len(set(asked)) == 1, Counter(asked)
 
 
+@pytest.mark.long
 def test_several_feeders_deliver_what_one_does(cluster: None, clips: Path) -> None:
     data = dataset(clips)
     engine = RayEngine(data, replace(data.config, engine=replace(data.config.engine, feeders=2)))

@@ -340,6 +340,7 @@ def growth_mib(tmp_path: Path, rows: int) -> int:
     return int(answer[2])
 
 
+@pytest.mark.long
 def test_a_large_table_is_read_in_constant_memory(tmp_path):
     small, large = growth_mib(tmp_path, 1_000), growth_mib(tmp_path, 40_000)  # 1.4 MB and 57 MB
     assert large < small + 16, f"{small} MiB for 1.4 MB, {large} MiB for 57 MB"
