@@ -30,6 +30,9 @@ from ops.line_file import LineFile
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
 _MOST_LATE = 1000  # lines of bad draws that wait for a disk that takes none; their clips train nothing meanwhile
 LEAST_IN_A_ROW = 20  # a source counts as gone after at least this many bad draws in a row, however small it is
+# times the bad draws after which a source is judged: without other clips it ends the run after as many draws in a row
+# that are left out by choice, or after two epochs where these are fewer
+LEFT_OUT_FOR = 10
 
 
 class Severity(StrEnum):
@@ -489,7 +492,8 @@ class Ledger:
         enough = min(self.limits.bad_after, max(counts.planned, LEAST_IN_A_ROW))
         left_out = counts.last is not None and counts.last.reason.severity is Severity.CHOICE
         if left_out:  # many of them in a row say nothing; of two epochs, that the source has nothing else
-            enough = max(enough, 2 * counts.planned)
+            bound = LEFT_OUT_FOR * max(self.limits.bad_after, LEAST_IN_A_ROW)
+            enough = max(enough, min(2 * counts.planned, bound))
         if self.limits.max_bad_fraction < 1 and counts.bad_in_a_row >= max(enough, 1):
             what = f"{whose}none of its last {counts.bad_in_a_row} draws could be {'trained' if left_out else 'read'}"
             remedy = "" if left_out else " See whether its files are where data.sources says, then resume."

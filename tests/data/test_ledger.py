@@ -322,6 +322,18 @@ def test_what_is_hdr_is_counted_and_ends_no_run_that_has_other_clips():
     assert "See whether its files" not in str(ended.value)
 
 
+def test_a_large_source_of_nothing_but_hdr_ends_the_run_long_before_two_epochs():
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    ledger.add_indexed(100_000)
+    ledger.add_planned(100_000)
+    ledger.schedule(2000)
+    for _ in range(2000):
+        ledger.check_limits()
+        ledger.skip(fault(Reason.HDR, detail="HLG; tone-map it"))
+    with pytest.raises(DataError, match=r"none of its last 2000 draws could be trained; .*tone-map it"):
+        ledger.check_limits()
+
+
 def test_draws_of_version_0_1_stay_totals_and_are_of_no_source():
     ledger = two_sources()
     skip(ledger, 5, 1)
