@@ -139,12 +139,13 @@ class FaultRecord(TypedDict):
 
 @final
 class DrawRecord(TypedDict):
-    """Counts of the draws of a source as JSON. `bad_in_a_row` is left out where it is 0."""
+    """Counts of the draws of a source as JSON. Those in a row are left out where they are 0."""
 
     scheduled: int
     delivered: int
     skipped: dict[str, int]
     bad_in_a_row: NotRequired[int]
+    left_out_in_a_row: NotRequired[int]
 
 
 class SourceRecord(TypedDict):
@@ -158,6 +159,7 @@ class SourceRecord(TypedDict):
     delivered: int
     skipped: dict[str, int]
     bad_in_a_row: NotRequired[int]
+    left_out_in_a_row: NotRequired[int]
 
 
 @final
@@ -221,7 +223,8 @@ class SourceCounts:
     scheduled: int = 0
     delivered: int = 0
     skipped: Counter[Reason] = field(default_factory=Counter)
-    bad_in_a_row: int = 0  # draws since the last good one
+    bad_in_a_row: int = 0  # draws since the last good one, but for those that are left out by choice
+    left_out_in_a_row: int = 0  # these
     last: Fault | None = None
 
     @property
@@ -262,12 +265,15 @@ class SourceCounts:
         }
         if self.bad_in_a_row:
             state["bad_in_a_row"] = self.bad_in_a_row
+        if self.left_out_in_a_row:
+            state["left_out_in_a_row"] = self.left_out_in_a_row
         return state
 
     def restore_draws(self, state: DrawRecord) -> None:
         self.scheduled, self.delivered = int(state["scheduled"]), int(state["delivered"])
         self.skipped = Counter({Reason(name): int(count) for name, count in state["skipped"].items()})
         self.bad_in_a_row = int(state.get("bad_in_a_row", 0))
+        self.left_out_in_a_row = int(state.get("left_out_in_a_row", 0))
 
 
 class Ledger:
@@ -391,7 +397,10 @@ class Ledger:
         with self._lock:
             counts = self.sources[fault.source]
             counts.skipped[fault.reason] += 1
-            counts.bad_in_a_row += 1
+            if fault.reason.severity is Severity.CHOICE:  # its source is there, and is not without other clips
+                counts.left_out_in_a_row += 1
+            else:
+                counts.bad_in_a_row += 1
             counts.last = self.last = fault
             self._write(fault, most_late=_MOST_LATE)
 
@@ -399,7 +408,7 @@ class Ledger:
         with self._lock:
             self.sources[source].delivered += count
             if count:
-                self.sources[source].bad_in_a_row = 0
+                self.sources[source].bad_in_a_row = self.sources[source].left_out_in_a_row = 0
             if self._late:
                 self._list(_MOST_LATE)
 
@@ -489,15 +498,18 @@ class Ledger:
         whose = f"source {counts.name}: " if counts.name else ""
         self._check_fraction(counts.broken, counts.present, counts.last, whose)
         self._check_fraction(counts.broken_draws, counts.seen, counts.last, whose)
-        enough = min(self.limits.bad_after, max(counts.planned, LEAST_IN_A_ROW))
-        left_out = counts.last is not None and counts.last.reason.severity is Severity.CHOICE
-        if left_out:  # many of them in a row say nothing; of two epochs, that the source has nothing else
-            bound = LEFT_OUT_FOR * max(self.limits.bad_after, LEAST_IN_A_ROW)
-            enough = max(enough, min(2 * counts.planned, bound))
-        if self.limits.max_bad_fraction < 1 and counts.bad_in_a_row >= max(enough, 1):
-            what = f"{whose}none of its last {counts.bad_in_a_row} draws could be {'trained' if left_out else 'read'}"
-            remedy = "" if left_out else " See whether its files are where data.sources says, then resume."
+        if self.limits.max_bad_fraction == 1:
+            return
+        enough = max(min(self.limits.bad_after, max(counts.planned, LEAST_IN_A_ROW)), 1)
+        if counts.bad_in_a_row >= enough:
+            what = f"{whose}none of its last {counts.bad_in_a_row} draws could be read"
+            remedy = " See whether its files are where data.sources says, then resume."
             raise DataError(self._sentence(what, counts.skipped, counts.last) + remedy)
+        # many of these in a row say nothing; of two epochs, that the source has nothing else
+        bound = LEFT_OUT_FOR * max(self.limits.bad_after, LEAST_IN_A_ROW)
+        if counts.left_out_in_a_row >= max(enough, min(2 * counts.planned, bound)):
+            what = f"{whose}none of its last {counts.left_out_in_a_row + counts.bad_in_a_row} draws could be trained"
+            raise DataError(self._sentence(what, counts.skipped, counts.last))
 
     def _check_fraction(self, faults: Counter[Reason], seen: int, last: Fault | None, whose: str = "") -> None:
         bad = faults.total()

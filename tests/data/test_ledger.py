@@ -334,6 +334,59 @@ def test_a_large_source_of_nothing_but_hdr_ends_the_run_long_before_two_epochs()
         ledger.check_limits()
 
 
+def hdr_in_a_row(rows: int, draws: int) -> Ledger:
+    """The ledger of a source that had delivered 300 before."""
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    ledger.add_indexed(rows)
+    ledger.add_planned(rows)
+    ledger.schedule(300)
+    ledger.deliver(300)
+    ledger.schedule(draws)
+    for _ in range(draws):
+        ledger.skip(fault(Reason.HDR))
+        ledger.check_limits()
+    return ledger
+
+
+def test_hdr_in_a_row_makes_no_bad_draw_after_it_the_last_of_many():
+    ledger = hdr_in_a_row(1000, 250)
+    ledger.schedule(1)
+    ledger.skip(fault(Reason.DECODE_ERROR))
+    ledger.check_limits()
+    assert (ledger.sources[0].bad_in_a_row, ledger.sources[0].left_out_in_a_row) == (1, 250)
+    ledger.schedule(1)
+    ledger.deliver(1)
+    assert (ledger.sources[0].bad_in_a_row, ledger.sources[0].left_out_in_a_row) == (0, 0)
+
+
+def test_hdr_between_them_hides_no_bad_draws_in_a_row():
+    ledger = hdr_in_a_row(20, 1)
+    ledger.schedule(38)
+    for _ in range(19):
+        ledger.skip(fault(Reason.FILE_MISSING))
+        ledger.skip(fault(Reason.HDR))
+    ledger.limits = LimitsConfig(max_bad_fraction=0.5, bad_after=200)
+    ledger.check_limits()
+    ledger.schedule(1)
+    ledger.skip(fault(Reason.FILE_MISSING))
+    with pytest.raises(DataError, match="none of its last 20 draws could be read"):
+        ledger.check_limits()
+
+
+@pytest.mark.parametrize("rows, draws", [(1000, 250), (20, 25)])
+def test_a_run_resumes_after_hdr_in_a_row(rows, draws):
+    state = json.loads(json.dumps(hdr_in_a_row(rows, draws).draw_state()))
+    resumed = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    resumed.add_indexed(rows)
+    resumed.add_planned(rows)
+    resumed.restore_draws(state)
+    resumed.check_limits()
+    assert resumed.draw_state() == state
+    del state["sources"]["0"]["left_out_in_a_row"]  # as a run of before wrote it
+    resumed.restore_draws(state)
+    assert resumed.sources[0].left_out_in_a_row == 0
+
+
 def test_draws_of_version_0_1_stay_totals_and_are_of_no_source():
     ledger = two_sources()
     skip(ledger, 5, 1)
