@@ -169,6 +169,8 @@ def _parquet_rows(file: ReadFile) -> Iterator[dict[str, object] | BadSample]:
         holds_media = any(map(_may_be_media, table.schema_arrow.types))
         for batch in table.iter_batches(batch_size=ROWS_WITH_MEDIA if holds_media else ROWS_PER_BATCH):
             yield from _batch_rows(batch)
+    except FileNotFoundError:  # it went while it was read, which says nothing of what it was
+        raise
     except (pa.ArrowException, OSError) as error:  # corrupt pages are an OSError; storage that fails is a DataIOError
         raise UnreadableTable(f"not Parquet: {error}") from error
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import io
+import itertools
 import json
+import os
 import struct
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import av
 import numpy as np
@@ -17,6 +23,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.dataset.index import Index
 from data.dataset.index_build import build_index
 from data.ledger import Ledger
+from data.storage import ReadFile
 
 
 @functools.cache
@@ -130,6 +137,21 @@ def index_of(
     ledger.add_planned(index.num_ok)
     ledger.check()
     return index, ledger
+
+
+@contextlib.contextmanager
+def gone_at(number: int, suffix: str) -> Iterator[Iterator[int]]:
+    """Within it, a file of this suffix is gone at this read, and there before and after. The next number of what is
+    given is that of the next read."""
+    numbers, pread = itertools.count(1), ReadFile.pread
+
+    def read(file: ReadFile, offset: int, count: int, *, alone: bool = False) -> bytes:
+        if file.uri.endswith(suffix) and next(numbers) == number:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file.uri)
+        return pread(file, offset, count, alone=alone)
+
+    with mock.patch.object(ReadFile, "pread", read):
+        yield numbers
 
 
 def rejected(ledger: Ledger) -> dict[str, int]:

@@ -92,8 +92,9 @@ class ShardBytes:
 
     @staticmethod
     def _decompressed(file: ReadFile, shard: MdsShard) -> bytes:
+        packed = file.pread(0, file.size)
         try:
-            stream = pa.CompressedInputStream(pa.BufferReader(file.pread(0, file.size)), shard.codec)
+            stream = pa.CompressedInputStream(pa.BufferReader(packed), shard.codec)
             data: bytes = stream.read(shard.plain_bytes + 1)
         except (pa.ArrowException, OSError) as error:
             raise UnreadableShard(f"not {shard.codec}: {error}") from error

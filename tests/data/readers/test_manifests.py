@@ -26,7 +26,7 @@ from data.readers.part import read_meta
 from data.storage import read_range
 from data.tools.convert import convert
 from data.types import Bucket, DecodeJob
-from tests.data.making import clip, index_of, picture, rejected, shard_faults, turned
+from tests.data.making import clip, gone_at, index_of, picture, rejected, shard_faults, turned
 
 NAMES = ["videos/a.mp4", "videos/b.mp4", "videos/c.png"]
 TEXTS = ["first, caption", "second\ncaption", "a still image"]
@@ -570,6 +570,22 @@ def test_damaged_tables_never_crash_and_the_ledger_adds_up(folder, tmp_path, suf
         _, ledger = index_of(path, tmp_path / "cache", kind="manifest", media=str(folder))  # checks the ledger
         bad += bool(ledger.rejected or ledger.shard_faults)
     assert bad > 10
+
+
+def test_a_parquet_table_that_goes_while_it_is_read_leaves_no_index_without_its_rows(folder, tmp_path):
+    """It was taken for one that is not Parquet, and back with the same size and time it had no rows for good."""
+    pq.write_table(pa.table({"path": NAMES, "caption": TEXTS}), tmp_path / "t.parquet")
+    source = {"kind": "manifest", "media": str(folder)}
+    with gone_at(0, ".parquet") as reads:
+        index_of(tmp_path / "t.parquet", tmp_path / "whole", **source)
+        last = next(reads) - 1
+    assert last >= 3
+    for number in range(1, last + 1):
+        with gone_at(number, ".parquet"), pytest.raises(DataIOError, match=r"index of .*/t\.parquet: "):
+            index_of(tmp_path / "t.parquet", tmp_path / "cache", **source)
+        assert not [*(tmp_path / "cache").glob("*.parquet")]
+    index, ledger = index_of(tmp_path / "t.parquet", tmp_path / "cache", **source)
+    assert index.num_ok == len(NAMES) and not ledger.shard_faults
 
 
 def test_lists_of_unequal_length_are_refused(folder, tmp_path):

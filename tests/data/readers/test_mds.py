@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from data.storage import read_range
-from tests.data.making import clip, index_of, picture, rejected, shard_faults
+from tests.data.making import clip, gone_at, index_of, picture, rejected, shard_faults
 
 ENCODINGS = {
     "caption": "str",
@@ -132,6 +132,15 @@ def test_a_compressed_shard_of_another_length_is_one_bad_shard(tmp_path: Path) -
     (folder / "index.json").write_text(json.dumps(listed))
     index, ledger = index_of(folder, tmp_path / "cache", kind="mds")
     assert shard_faults(ledger) == {"garbage_header": 1} and index.num_ok == 4
+
+
+def test_a_compressed_shard_that_goes_while_it_is_read_leaves_no_index_without_it(tmp_path: Path) -> None:
+    data, config = packed(rows(), ENCODINGS)
+    folder = write(tmp_path / "set", [data], config, "zstd")
+    with gone_at(1, ".mds.zstd"), pytest.raises(DataIOError, match=r"index of .*/shard\.00000\.mds\.zstd: "):
+        index_of(folder, tmp_path / "cache", kind="mds")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="mds")
+    assert index.num_ok == 4 and not ledger.shard_faults
 
 
 def test_damaged_shards_never_crash_and_the_ledger_adds_up(tmp_path: Path) -> None:
