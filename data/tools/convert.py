@@ -25,6 +25,7 @@ from PIL import Image
 from data.captions import read_caption
 from data.dataset.index import Index, IndexRow
 from data.decode import DecodedFrame, decode_clip, frames_from
+from data.dynamic_range import check_transfer
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason
 from data.storage import ByteRange, ReadFile, read_range, retried
@@ -172,7 +173,9 @@ def _describe(encoder: VideoCodecContext, shown: DecodedFrame) -> None:
 
 
 def _frames(source: ByteRange, row: IndexRow, index: Index) -> Iterator[DecodedFrame]:
-    for seconds, shown in frames_from(source, row.clip(), _job(row, index), row.start_s):
+    for number, (seconds, shown) in enumerate(frames_from(source, row.clip(), _job(row, index), row.start_s)):
+        if not number:  # what the header did not say; a copy that is turned or cropped would not say it any more
+            check_transfer(shown.frame.color_trc, row.offset)
         if row.end_s and seconds >= row.end_s - TIME_SLACK_SECONDS:
             return
         if seconds >= row.start_s - TIME_SLACK_SECONDS:

@@ -24,9 +24,9 @@ from data.media_info import CropBox
 from data.readers.kinds import manifest
 from data.readers.part import read_meta
 from data.storage import read_range
-from data.tools.convert import convert
+from data.tools.convert import convert, cut_clip
 from data.types import Bucket, DecodeJob
-from tests.data.making import clip, gone_at, index_of, picture, rejected, shard_faults, turned
+from tests.data.making import clip, gone_at, hdr, index_of, picture, rejected, shard_faults, turned
 
 NAMES = ["videos/a.mp4", "videos/b.mp4", "videos/c.png"]
 TEXTS = ["first, caption", "second\ncaption", "a still image"]
@@ -372,6 +372,21 @@ def test_a_part_that_is_encoded_again_keeps_its_colours_and_its_aspect(tmp_path,
     job = DecodeJob(item="", bucket=Bucket(1, 32, 32), clips=(), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
     original, made = (decode_clip(row.clip(), job)[0, 16, 16].astype(int) for row in rows)
     assert abs(made - original).max() <= 3  # levels: it is encoded again
+
+
+@pytest.mark.parametrize("part", [{"cut": [2, 6]}, {"crop": [8, 40, 16, 48]}])
+@pytest.mark.parametrize("rotation", [0, 90])
+def test_hdr_is_not_encoded_again_as_what_it_is_not(tmp_path, part, rotation):
+    (tmp_path / "a.mp4").write_bytes(turned(hdr(told=False), rotation))
+    (tmp_path / "list.json").write_text(json.dumps([{"path": "a.mp4", "cap": "a", **part}]))
+    index, _ = index_of(tmp_path / "list.json", tmp_path / "cache", kind="manifest")
+    assert index.num_ok == 1
+    with pytest.raises(BadSample, match="HLG; tone-map it") as caught:
+        cut_clip(index.row(0), index, crf=18)
+    assert caught.value.reason is Reason.HDR
+    ledger = Ledger()
+    convert(index, tmp_path / "shards", ledger)
+    assert (ledger.delivered, ledger.skipped) == (0, {Reason.HDR: 1})
 
 
 def test_max_frames_bounds_what_is_left_of_a_cut(folder, tmp_path):
