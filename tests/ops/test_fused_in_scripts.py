@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ops.kernels.base import registry
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual.op import FusedGateAdaLN, gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.op import FusedAdaLN, ln_modulate
@@ -44,6 +46,19 @@ def test_a_derivative_that_an_op_has_not_is_refused_and_not_zero(name: str) -> N
         op(forward_ad.make_dual(x, torch.ones_like(x)))
     with pytest.raises(RuntimeError, match=says):
         torch.func.grad(lambda a: op(a).sum())(x)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_pytorch_with_another_name_for_the_level_of_forward_mode_has_the_ops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "forward_ad", SimpleNamespace(unpack_dual=forward_ad.unpack_dual))
+    op, x = OPS[name], torch.randn(2, 5, WIDTH, requires_grad=True)
+    op(x).sum().backward()
+    with forward_ad.dual_level():
+        op(x)
+        with pytest.raises(RuntimeError, match="none in forward mode"):
+            op(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
 
 
 @pytest.mark.parametrize("name", OPS)
