@@ -110,8 +110,9 @@ class CudaGraphs:
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
-            # which a failed capture leaves out in some versions of PyTorch: memory would not come back
-            with suppress(RuntimeError):
+            # Which a failed capture leaves out in some versions of PyTorch: memory would not come back. The name is not
+            # public, and without it blocks run as written all the same.
+            with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             raise
         graph.capture_end()

@@ -408,3 +408,19 @@ def test_a_capture_that_fails_ends_and_no_graph_ever_goes(monkeypatch: pytest.Mo
     gc.collect()
     assert cuda.said[-3:] == ["end", "leave pool", "main waits for beside"]
     assert len(cuda.graphs) == 2 and all(graph() is not None for graph in cuda.graphs)
+
+
+def test_a_capture_fails_with_its_own_error_where_pytorch_has_another_name_for_leaving_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks run as written after a RuntimeError alone."""
+    FakeCuda(monkeypatch)
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    calls = iter([None, RuntimeError("no")])
+
+    def fails() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    with pytest.raises(RuntimeError, match="no"):
+        CudaGraphs(torch.device("cuda"))(fails)
