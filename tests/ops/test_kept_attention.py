@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
-from ops.packed.kept_attention import KEPT
+from ops.packed.kept_attention import KEPT, _policy
 from ops.packed.packing import Layout, Sequence
 from ops.storages import StorageCount
 from tests.families.registry import VARIANTS
@@ -38,6 +39,17 @@ class CountedAttention(TorchDispatchMode):
 
 def checkpointed(config: DiTConfig, sequences: Any = MIXED) -> Case:
     return Case(replace(config, gradient_checkpointing=True), sequences, torch.float32)
+
+
+def test_every_operator_whose_output_is_kept_is_one_of_pytorch() -> None:
+    """One that goes by another name is computed again without a word."""
+    import torch.nn.attention.varlen  # makes its own known
+
+    for name in KEPT:
+        namespace, _, operator = name.partition(".")
+        overload = getattr(getattr(torch.ops, namespace), operator).default
+        assert _policy(None, overload) is CheckpointPolicy.MUST_SAVE
+    assert _policy(None, torch.ops.aten.mm.default) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
