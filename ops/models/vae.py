@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,16 @@ from ops.models.place import on_device
 
 def vae_of(model: nn.Module, config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
     """A module of one of VAE_CLASSES, on the device, as its family runs it. Raises ValueError for tiles that it cannot
-    be cut into."""
+    be cut into, and where Diffusers' own cannot be switched off."""
     kind, device = VAE_CLASSES[type(model).__name__], torch.device(device)
     if config.tiling and not kind.can_be_tiled:
         raise ValueError(
             f"model.vae.tiling: {kind.name} codes each frame by itself and has no tiles here. Set it to false."
+        )
+    if not hasattr(model, "use_tiling"):  # by another name it would stay as it is, and cut each of our tiles again
+        raise ValueError(
+            f"{kind.name} of Diffusers {version('diffusers')} has no use_tiling, by which its own tiles are "
+            f"switched off. Install one that has it: pip install -c constraints.txt diffusers."
         )
     module: Any = on_device(model, device).eval().requires_grad_(False)  # of Diffusers, which is untyped
     dtype = next(module.parameters()).dtype

@@ -190,6 +190,17 @@ def test_encode_equals_diffusers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_diffusers_whose_tiles_cannot_be_switched_off_is_refused(family: str) -> None:
+    """It would cut each of our tiles again, without a word."""
+    model = FAMILIES[family]()
+    model.use_tiles = model.__dict__.pop("use_tiling")
+    with pytest.raises(
+        ValueError, match=rf"{type(model).__name__} of Diffusers [\d.]+ has no use_tiling, .*Install one"
+    ):
+        vae_of(model, VAEConfig(kind="diffusers", path="-"), "cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_several_clips_at_once_are_coded_as_each_alone(family: str) -> None:
     """Workers encode short clips and pictures together (`clip_groups`)."""
     vae, videos = make(family), torch.cat([clip(5, 32, 32), 255 - clip(5, 32, 32)])
