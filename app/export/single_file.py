@@ -12,6 +12,7 @@ that holds more than the transformer the rest is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from torch import Tensor
@@ -68,14 +69,20 @@ def convert(file: Path, config: Path, to: Path) -> Path:
 
 def by_diffusers_names(stored: Mapping[str, Tensor], family: Family, where: str) -> dict[str, Tensor]:
     """The weights of a transformer under the names of its class in Diffusers, by its converter. Raises ValueError where
-    that does not find what it looks for."""
+    that does not find what it looks for, or is not there."""
     from diffusers.loaders import single_file_utils
 
     prefix = next((one for one in _PREFIXES if any(name.startswith(one) for name in stored)), "")
     own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    converter = getattr(single_file_utils, family.converter, None)
+    if converter is None:
+        raise ValueError(
+            f"Diffusers {version('diffusers')} has no {family.converter}, which reads {family.diffusers_class} in the "
+            f"names of its original code. Install one that has it: pip install -c constraints.txt diffusers."
+        )
     try:
-        state = getattr(single_file_utils, family.converter)(checkpoint=own)
-    except (LookupError, RuntimeError, ValueError) as error:
+        state = converter(checkpoint=own)
+    except (AttributeError, LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{where} is not a {family.diffusers_class} of the published sizes in the names of its original code: "
             f"Diffusers' converter ends with {type(error).__name__}: {error}. Is it the file of this config?"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 
 from app.export.single_file import by_diffusers_names, convert
@@ -135,6 +136,22 @@ def test_files_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"does not exist\. Give a \.safetensors file"):
         convert(tmp_path / "no.safetensors", config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_diffusers_without_a_converter_or_one_that_stumbles_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {original(name): tensor for name, tensor in build_dit(DIT, 3).state_dict().items()}
+
+    def stumbles(checkpoint: dict[str, torch.Tensor]) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'shape'")
+
+    monkeypatch.setattr(single_file_utils, FAMILIES["wan"].converter, stumbles)
+    with pytest.raises(ValueError, match=r"here is not a WanTransformer3DModel .* AttributeError: 'NoneType'"):
+        by_diffusers_names(state, FAMILIES["wan"], "here")
+    monkeypatch.delattr(single_file_utils, FAMILIES["wan"].converter)
+    with pytest.raises(ValueError, match=r"Diffusers [\d.]+ has no convert_wan_transformer_to_diffusers, .*Install"):
+        by_diffusers_names(state, FAMILIES["wan"], "here")
 
 
 FUSED = re.compile(r"(.*(?:qkv|qkv_[xy]|linear1))\.([qkvx])\.(weight|bias)")
