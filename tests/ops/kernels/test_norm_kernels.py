@@ -76,7 +76,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    in_turn(product((64, 200, 1536, 5120), DTYPES), {(64, "fp32"), (200, "bf16"), (1536, "fp32")}),
+    in_turn(product((64, 200, 1536, 5120), DTYPES), {(64, "fp32"), (200, "bf16")}),
 )
 def test_ln_modulate(device: str, width: int, dtype: str) -> None:
     torch.manual_seed(width)
