@@ -21,7 +21,6 @@ DOCUMENTS = (
     "docs/map.md",
     "docs/settings.md",
     "docs/words.md",
-    "docs/walks.md",
     "docs/first-lora.md",
     "docs/models.md",
     "docs/clusters.md",
