@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 from ops.spatial_temporal.choice import WHOLE
 from tests.actors.fakes import Handle, step_items
+from tests.long import in_default_run
 
 GEOMETRY = Geometry()
 WORKER: Any = Handle(
@@ -49,8 +51,13 @@ def items_of(step: int, seed: int) -> list[Item]:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["cascade", "longest_first", "static", "knapsack"])
-@pytest.mark.parametrize("nodes", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "nodes"),
+    in_default_run(
+        [("cascade", (2, 2)), ("longest_first", (2,)), ("static", (2, 2)), ("knapsack", (3,))],
+        of=product(["cascade", "longest_first", "static", "knapsack"], [(2,), (3,), (2, 2)]),
+    ),
+)
 def test_twenty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: tuple[int, ...]) -> None:
     profile = Profile.from_flops(WanConfig(), VAEConfig(), TextConfig(), GEOMETRY)
     options = PlanOptions(strategy=strategy, budget_s=0.01)

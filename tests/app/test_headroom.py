@@ -16,6 +16,7 @@ from app.bench.headroom import WAYS, Figures, Headroom, Roomy, _kept, roomy, tab
 from ops.models.config import ModelConfig
 from ops.models.forecast import Precision, states_bytes
 from ops.models.wan.config import WanConfig
+from tests.long import in_default_run
 
 MEASURED = Figures(
     states=(20.0, 18.0, 12.0, 10.0, 9.0, 7.0, 4.0, 3.0),
@@ -95,7 +96,7 @@ def test_full_training_on_one_node_at_720p_should_leave_20_gib() -> None:
     assert not [one for one in enough if one.short]
 
 
-@pytest.mark.parametrize("workers", [1, 8, 64])
+@pytest.mark.parametrize("workers", in_default_run([8], of=[1, 8, 64]))
 def test_states_are_never_planned_below_what_is_counted(workers: int) -> None:
     """In every place, edges of a node's gradient included: less than 0.1 MiB above."""
     wan = WanConfig(num_layers=2, num_heads=2, ffn_dim=64, gradient_checkpointing=True)

@@ -60,6 +60,7 @@ from tests.app.test_export import write_checkpoint
 from tests.app.test_published_schedulers import put_scheduler
 from tests.families import test_cogvideox, test_ltx
 from tests.families.kit import their_class
+from tests.long import in_default_run
 from tests.ops import test_text_picture
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, first_frame="channels")
@@ -202,9 +203,14 @@ def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dit", "pipeline"), [(DIT, WanImageToVideoPipeline), (SKYREELS, SkyReelsV2ImageToVideoPipeline)]
+    ("dit", "pipeline", "last"),
+    [
+        (DIT, WanImageToVideoPipeline, True),
+        (SKYREELS, SkyReelsV2ImageToVideoPipeline, False),
+        pytest.param(DIT, WanImageToVideoPipeline, False, marks=pytest.mark.long),
+        pytest.param(SKYREELS, SkyReelsV2ImageToVideoPipeline, True, marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("last", [False, True])
 def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(
     dit: WanBlocksConfig, pipeline: type[DiffusionPipeline], last: bool, tmp_path: Path
 ) -> None:
@@ -473,7 +479,7 @@ def pipeline_latent(folder: Path, case: FromPicture, picture: Path) -> torch.Ten
     return unpatchify(made, tuple(grid), (1, 1, 1), channels) if case.tokens else made  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FROM_PICTURES)
+@pytest.mark.parametrize("name", in_default_run(list(FROM_PICTURES)[:2], of=FROM_PICTURES))
 def test_a_clip_from_a_picture_is_that_of_diffusers_own_pipeline(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

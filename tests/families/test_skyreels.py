@@ -55,6 +55,7 @@ from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError
 from tests.families import test_wan
 from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
+from tests.long import in_default_run
 from tests.ops.test_sampling import on_bag
 
 torch.set_num_threads(1)
@@ -296,7 +297,7 @@ def theirs_of(folder: Path, pipeline: type, frames: int, **asked: object) -> tor
     return latent
 
 
-@pytest.mark.parametrize("case", SCHEDULES)
+@pytest.mark.parametrize("case", in_default_run(["all at once", "windows of blocks"], of=SCHEDULES))
 def test_a_clip_by_diffusion_forcing_is_the_one_of_the_pipeline(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

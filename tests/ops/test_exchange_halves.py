@@ -62,8 +62,15 @@ def test_outputs_and_gradients_have_the_bits_of_whole_exchanges(run_ranks, lengt
 
 
 @pytest.mark.parametrize("memory", ["all", "checkpointed", "attention kept"])
-@pytest.mark.parametrize("sequences", [MIXED, SHORT], ids=["mixed", "short"])
-@pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
+@pytest.mark.parametrize(
+    ("config", "sequences"),
+    [
+        pytest.param(WAN, MIXED, id="wan, mixed"),
+        pytest.param(HUNYUAN, SHORT, id="hunyuan, short"),
+        pytest.param(WAN, SHORT, id="wan, short", marks=pytest.mark.long),
+        pytest.param(HUNYUAN, MIXED, id="hunyuan, mixed", marks=pytest.mark.long),
+    ],
+)
 def test_a_model_trains_with_the_same_bits(
     config: DiTConfig, sequences: tuple[Sequence, ...], memory: str, run_ranks: RunRanks
 ) -> None:

@@ -35,6 +35,7 @@ from ops.update.flat_vector import trainable
 from ops.update.parameter_places import BlockBuffers
 from ops.update.sync import FlatSync
 from tests.families.registry import ONE_EACH, VARIANTS
+from tests.long import in_default_run
 from tests.ops.block_copies import LateCopies
 from tests.ops.exported import own_shard
 from tests.ops.test_lora import WAN, disturb
@@ -85,7 +86,7 @@ def trained(
     return found | {f"state {name}": torch.from_numpy(array) for name, array in own_shard(sync).arrays.items()}
 
 
-@pytest.mark.parametrize("case", ONE_EACH)
+@pytest.mark.parametrize("case", in_default_run(["wan", "hunyuan15", "stdit3"], of=ONE_EACH))
 def test_every_family_trains_bit_for_bit_as_with_weights_of_its_own(case: str) -> None:
     config = VARIANTS[case]
     config = tuned(next(name for name, one in VARIANTS.items() if one.architecture == config.architecture))

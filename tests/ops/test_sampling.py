@@ -28,6 +28,7 @@ from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.packed.packing import Layout, Sequence
 from ops.waiting import CancelToken
+from tests.long import in_default_run
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
 DIT = WanConfig(
@@ -173,7 +174,7 @@ def sampled_on(
     return sample_latents(dit, requests, negative, GEOMETRY, CONFIG, group, half=half)
 
 
-@pytest.mark.parametrize("family", FAMILIES_ON_BAGS)
+@pytest.mark.parametrize("family", in_default_run(["wan"], of=FAMILIES_ON_BAGS))
 def test_every_rank_of_a_bag_gets_the_latents_of_one_worker(family: str) -> None:
     """1 to 4 ranks as one bag, 2 and 4 also as two, of which one computes with the prompts and the other with the
     negative. What fp32 leaves between them is rounding: in fp64 it is nothing."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from ops.update.shard_export import CopyWait
 from ops.update.sync import FlatSync, _round_into
 from ops.update.sync_places import StateLocation
 from ops.waiting import CancelToken
+from tests.long import in_default_run
 from tests.nccl_rules import nccl_rules
 from tests.ops.exported import own_shard
 from tests.ops.peers import HostCopies, in_host, in_peers
@@ -492,20 +494,18 @@ def assert_same_training(found: Outcome, expected: Outcome, case: Case, toleranc
         assert astuple(of_part) == pytest.approx(astuple(like), rel=10 * tolerance)
 
 
+RESIZED = ("2 -> 3 -> 1 -> 2 workers", "Muon, 3 -> 4 -> 2 -> 1 workers", "Prodigy, 3 -> 4 -> 2 -> 1 workers")
+USUAL = {(name, torch.float64, "own") for name in (*CASES, *FLAT_ONLY)}  # fp64 hides least
+USUAL |= {(name, torch.float64, memory) for name in RESIZED for memory in MEMORIES}
+USUAL |= {
+    (name, torch.float32, memory) for name in ROUNDED for memory in ("own", "three nodes of GPUs, state in host memory")
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, torch.float64) for name in (*CASES, *FLAT_ONLY)),  # which hides least
-        *((name, torch.float32) for name in ROUNDED),
-        *(
-            pytest.param(name, torch.float32, marks=pytest.mark.long)
-            for name in (*CASES, *FLAT_ONLY)
-            if name not in ROUNDED
-        ),
-    ],
-    ids=str,
+    ("name", "dtype", "memory"),
+    in_default_run(USUAL, of=product((*CASES, *FLAT_ONLY), (torch.float64, torch.float32), MEMORIES)),
 )
-@pytest.mark.parametrize("memory", MEMORIES)
 def test_flat_sync_equals_one_plain_optimizer(name: str, dtype: torch.dtype, memory: str) -> None:
     case = {**CASES, **FLAT_ONLY}[name]
     tolerance = TOLERANCE[dtype] * (_STEEP if case.config.kind == "muon" else 1)

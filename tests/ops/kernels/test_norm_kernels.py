@@ -15,7 +15,7 @@ from ops.kernels.norm_modulate import ablations
 from ops.kernels.norm_modulate import reference as norm_reference
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.kernels.qk_rope.op import qk_norm_rope
-from tests.ops.pairs import in_turn
+from tests.long import in_default_run
 
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2
 BF16_OUTPUT, BF16_GRADIENT = 2.0e-3, 2.0e-3  # rounding a float to bf16 costs 1.67e-3
@@ -76,7 +76,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    in_turn(product((64, 200, 1536, 5120), DTYPES), {(64, "fp32"), (200, "bf16")}),
+    in_default_run({(64, "fp32"), (200, "bf16")}, of=product((64, 200, 1536, 5120), DTYPES)),
 )
 def test_ln_modulate(device: str, width: int, dtype: str) -> None:
     torch.manual_seed(width)
@@ -103,7 +103,9 @@ def test_every_combination_of_tables(device: str, rms: bool, tables: tuple[str, 
     compare([actual], [norm_reference.ln_modulate(**wanted, rows=rows_of(segments), rms=rms)], given, wanted)
 
 
-@pytest.mark.parametrize(("width", "residual"), in_turn(product((72, 3072), DTYPES), {(72, "bf16"), (72, "fp32")}))
+@pytest.mark.parametrize(
+    ("width", "residual"), in_default_run({(72, "bf16"), (72, "fp32")}, of=product((72, 3072), DTYPES))
+)
 def test_gate_residual_ln_modulate(device: str, width: int, residual: str) -> None:
     torch.manual_seed(width)
     segments = PACKED.to(device)
@@ -183,7 +185,7 @@ def test_tables_without_segments(device: str, table_rows: int) -> None:
     compare([gate_residual(**given)], [gate_reference.gate_residual(**wanted)], given, wanted)
 
 
-@pytest.mark.parametrize("seed", in_turn(range(6), {0}))
+@pytest.mark.parametrize("seed", in_default_run({0}, of=range(6)))
 def test_random_widths_and_segments(device: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
