@@ -121,6 +121,8 @@ class GenerationManager:
                 answered.append(RecoveredWorker(worker=parted.worker))
         self.observe(*answered)
         self.observe(*self.lookout.look())
+        if self.runner is None:  # what keepers hold is all that there is
+            self._save_leaving()
         self._let_go()
 
     def lost(self, lost: GenerationLost) -> None:
@@ -250,7 +252,12 @@ class GenerationManager:
         if self.runner is None:
             return []
         self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
-        return self.committer.state.take_over(self.world, self.committer.log.newest)
+        late = self.committer.state.take_over(self.world, self.committer.log.newest)
+        self._save_leaving()  # before any of these workers goes; the next ones may not fetch it in time
+        return late
+
+    def _save_leaving(self) -> None:
+        self.committer.state.save_leaving(self.committer.committed)
 
     def _form(self, decision: Form) -> None:
         started = time.monotonic()
@@ -300,7 +307,10 @@ class GenerationManager:
 
     def _is_state_awaited(self) -> bool:
         """Whether workers still form the running generation, and none has failed to; where none runs, whether keepers
-        still copy what the last one has left them. A node may leave with its last worker."""
+        still copy what the last one has left them; and whether what leaves is still being written. A node may leave
+        with its last worker."""
+        if self.committer.state.writes_leaving:
+            return True
         awaited = self.runner.forming if self.runner is not None else self._handed_over
         if not awaited:
             return False

@@ -120,6 +120,10 @@ class Writer:
         """Steps of the checkpoints that are being written."""
         return sorted(one.step for one in self._writing.values())
 
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of this step is being written, or was by this writer, or one of a later step was."""
+        return step in self.steps or step <= self._newest_whole
+
     def go_back(self, step: int) -> None:
         """A generation goes on after this step: later checkpoints, which it has passed over, count no more, or the next
         one would be taken for an old one."""

@@ -161,6 +161,11 @@ class Keepers:
         names = dict.fromkeys([*self._homes.values(), *(name for names in self._placed.values() for name in names)])
         return {name: self._handles[name] for name in names if name in self._handles}
 
+    def leaving(self) -> list[KeeperHandle]:
+        """Keepers on nodes that Ray drains: with them goes what they hold."""
+        names = [keeper_on(self._run, node) for node in draining_nodes()] if self._handles else []
+        return [self._handles[name] for name in sorted(names) if name in self._handles]
+
     def gone(self) -> list[str]:
         """Keepers in use that the last commit could not be sent to. Never waits."""
         if (told := self._told) is not None:
@@ -353,6 +358,12 @@ class Keepers:
             pinned=self._pinned,
         )
         self._unreached, self._told = set(), told(call, self._nodes, relays)
+
+    def pin(self, steps: Collection[int]) -> None:
+        """No generation runs. Of these steps checkpoints are being written: their versions stay until another commit
+        names others."""
+        if self._base is not None:
+            self.commit(self._base.step, self._position, steps)
 
     def close(self) -> None:
         for handle in self._handles.values():

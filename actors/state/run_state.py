@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 _POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
+_LEAVING_S = 10.0  # for keepers to answer whose nodes leave soon, and before they are asked once more
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
 _OF_LATER_VERSION = "its newest checkpoint, with the version of Heddle that wrote it"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -113,6 +114,8 @@ class RunState:
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
+        self._saved_leaving = -1  # the newest step of which a checkpoint was begun as its nodes leave
+        self._leaving_asked = -math.inf  # monotonic seconds; when keepers were last asked for what leaves with them
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
 
@@ -228,6 +231,7 @@ class RunState:
             members[info.node] = (*members.get(info.node, ()), (info.pid, info.born))
         step = origin.step if origin is not None else -1
         self._held = ()
+        self._saved_leaving = min(self._saved_leaving, step)
         self._uncopied = origin is not None and origin.checkpoint is None
         self.writer.go_back(step)
         self.disk.go_back(step, self.writer.steps)
@@ -284,15 +288,52 @@ class RunState:
             # At once: whoever takes over knows of no line of metrics.
             self.keepers.commit(step, position, pinned, relays)
             if saves:
-                version = Origin(
-                    step=step, generation=done.running.generation, keepers=tuple(self.keepers.in_use().values())
-                )
-                meta = self._meta(step)
-                self.disk.make_way(step)
-                self.writer.save(version, meta)
+                keepers = tuple(self.keepers.in_use().values())
+                self._save(Origin(step=step, generation=done.running.generation, keepers=keepers))
         self._pace(done)
         self._tell_forecast()
         self.writer.poll()
+
+    def save_leaving(self, committed: int) -> None:
+        """No step runs. Nodes that Ray drains take what they hold along: where the newest state up to step `committed`
+        is whole only with them, a checkpoint of it begins at once, as long as they are there.
+
+        The task that writes it needs a node that stays, as the controller's is as a rule: without any it never begins,
+        and fails by its limit as one whose storage hangs.
+        """
+        now = time.monotonic()
+        if committed <= self._saved_leaving or now < self._leaving_asked + _LEAVING_S:
+            return
+        leaving = self.keepers.leaving()
+        if not leaving:
+            return
+        self._leaving_asked, commits = now, CommitLog(committed=committed)
+
+        def newest(found: Sequence[KeeperInventory]) -> Origin | None:
+            return recovery_of(found, None, commits).origin
+
+        def stays(found: Sequence[KeeperInventory]) -> int:
+            origin = newest([one for one in found if one.keeper not in leaving])
+            return origin.step if origin is not None else -1
+
+        found = self.keepers.inventories(_LEAVING_S, lambda found: stays(found) >= committed)
+        origin = newest(found)
+        if origin is None or origin.step <= max(stays(found), self._saved_leaving) or self.writer.has(origin.step):
+            return
+        log.warning("the nodes that hold step %d leave: a checkpoint of it begins", origin.step)
+        self._saved_leaving = origin.step
+        self.keepers.pin([*self.writer.steps, origin.step])
+        self._save(origin)
+
+    @property
+    def writes_leaving(self) -> bool:
+        """Whether a checkpoint is still being written that `save_leaving` has begun."""
+        return self._saved_leaving in self.writer.steps
+
+    def _save(self, version: Origin) -> None:
+        meta = self._meta(version.step)
+        self.disk.make_way(version.step)
+        self.writer.save(version, meta)
 
     def _pace(self, done: CollectedStep) -> None:
         """Snapshots are as frequent as what they cost in this step and the last ones allows."""

@@ -103,6 +103,7 @@ class KeepersHere:
         self.silent: tuple[str, ...] = ()
         self.told: list[tuple[Any, ...]] = []
         self.lost: list[str] = []  # nodes whose memory went with its keeper, as a repair finds
+        self.on_draining: list[str] = []  # those whose nodes Ray drains
 
     def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
         return self._inventories
@@ -115,6 +116,9 @@ class KeepersHere:
 
     def in_use(self) -> dict[str, Any]:
         return {}
+
+    def leaving(self) -> list[str]:
+        return self.on_draining
 
     def gone(self) -> list[str]:
         return []
@@ -140,6 +144,9 @@ class KeepersHere:
     def commit(self, step: int, position: Any, pinned: Any = (), relays: Any = None) -> None:
         self.told.append(("commit", step, *pinned))
 
+    def pin(self, steps: Sequence[int]) -> None:
+        self.told.append(("pin", *steps))
+
     def close(self) -> None:
         self.told.append(("close",))
 
@@ -150,6 +157,7 @@ class Writing:
     def __init__(self, write: Callable[[int], Any] = lambda step: None, *, writes: bool = True) -> None:
         """Without `writes` keepers lose their state before it is written."""
         self._write, self._writes, self.saved = write, writes, []  # type: ignore[var-annotated]
+        self.begun: list[Origin] = []
 
     @property
     def steps(self) -> list[int]:
@@ -157,6 +165,13 @@ class Writing:
 
     def due(self, step: int) -> bool:
         return False
+
+    def has(self, step: int) -> bool:
+        return False
+
+    def save(self, version: Origin, meta: Mapping[str, Any]) -> None:
+        assert meta["step"] == version.step
+        self.begun.append(version)
 
     def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> bool:
         self.saved.append(origin.step)
@@ -225,7 +240,7 @@ class StateHere:
         """`first` is the step that the controller goes on from; `full` is what a write fails with."""
         self._on_disk, self._first, self._frees, self._full = list(on_disk), first, frees, full
         self.asked: list[str] = []
-        self.standing, self.writer = Standing(), Writing()
+        self.standing, self.writer, self.writes_leaving = Standing(), Writing(), False
 
     def first(self, recorded: tuple[int, int] | None) -> Origin | None:
         self.recorded = recorded
@@ -235,6 +250,8 @@ class StateHere:
 
     def step_on_disk(self, until: float = math.inf) -> int:
         return self._on_disk.pop(0) if len(self._on_disk) > 1 else self._on_disk[0]
+
+    def save_leaving(self, committed: int) -> None: ...
 
     def keep_last(self, world: Sequence[Any], commits: CommitLog) -> int:
         self.asked.append("keep_last")

@@ -21,6 +21,7 @@ import pytest
 from actors.planning.client import PlannerClient
 from actors.ray_calls import drain
 from actors.records.events import (
+    CheckpointWritten,
     FeederLost,
     GenerationEnded,
     GenerationFormed,
@@ -225,6 +226,33 @@ def test_the_workers_of_a_node_that_ray_drains_leave_and_no_step_is_lost(lab: La
     run.stop()
     lab.kill_node(next(node for node in lab.nodes if node.node_id == home))
     lab.add_node(workers=2)
+    assert_same_training(run, alone.losses(len(run.steps())))
+    assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
+
+
+@pytest.mark.long
+def test_a_drained_node_that_alone_holds_the_state_leaves_a_checkpoint(lab: Lab, alone: Alone) -> None:
+    """The workers' node goes while the run waits for others, as the only pod with GPUs does. Its keeper has the state,
+    and no other node a copy."""
+    run = lab.start(
+        lab.config(
+            "the-only-one",
+            model=MODEL,
+            train={"steps": OPEN_END},
+            workers={"min": 2, "max": 2, **PATIENT},
+            snapshot={"enabled": False},
+        )
+    )
+    run.wait_for_workers(2)
+    run.wait_for_more_steps(2)
+    (home,) = set(run.nodes_of_active())
+    drain(lab.cluster.address, home, 300, "a test")
+    run.wait_for(lambda: any(isinstance(e, CheckpointWritten) for e in run.events), "a checkpoint")
+    lab.kill_node(next(node for node in lab.nodes if node.node_id == home))
+    lab.add_node(workers=2)
+    run.wait_for(lambda: run.generations() > 1, "other workers")
+    run.wait_for_more_steps(3)
+    run.stop()
     assert_same_training(run, alone.losses(len(run.steps())))
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
 

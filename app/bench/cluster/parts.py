@@ -200,6 +200,10 @@ class VirtualKeepers:
     def in_use(self) -> dict[str, VirtualKeeper]:
         return {}
 
+    def leaving(self) -> list[KeeperHandle]:
+        """Those on nodes that Ray drains: it drains no virtual one."""
+        return []
+
     def gone(self) -> list[str]:
         return []
 

@@ -198,3 +198,37 @@ def test_after_a_clean_end_workers_leave_when_keepers_have_copied_what_they_hand
     copied.append("held by b")
     manager.look()
     assert removed == ["w1"]
+
+
+def test_between_generations_what_leaves_with_its_nodes_is_saved_and_before_others_fetch_it() -> None:
+    removed = list[str]()
+    state, pool = StateHere(), pool_here(remove=lambda name, frozen=False: removed.append(name))
+    state.take_over = lambda world, step: state.asked.extend(["take_over"])  # type: ignore[attr-defined]
+    state.save_leaving = lambda committed: state.asked.append(f"save_leaving {committed}")  # type: ignore[method-assign]
+    lookout = SimpleNamespace(look=list, try_again=lambda: None)
+    manager: Any = controller_of(state, pool=pool, lookout=lookout).generations
+    manager.committer.committed = 7
+    manager.runner = SimpleNamespace(forming=[], world=())
+    manager.look()
+    assert state.asked == [], "the workers have it, and take it on"
+    manager._apply(End(generation=1, reason="w1 leaves", clean=True))
+    assert state.asked == ["take_over", "save_leaving 7"]
+    state.writes_leaving = True
+    manager._apply(Drain(worker=1, reason="leaving"))
+    manager.look()
+    assert removed == [] and state.asked[2:] == ["save_leaving 7"], "its node may leave with it"
+    state.writes_leaving = False
+    manager.look()
+    assert removed == ["w1"]
+
+    state.asked.clear()
+    runner = SimpleNamespace(world=[], cluster=Cluster(nodes=(1,)), next_step=8)
+    manager.runner = SimpleNamespace(forming=[], world=())
+
+    def form(decision: Form) -> Any:
+        state.asked.append("form")
+        return runner
+
+    manager.forming = SimpleNamespace(form=form)
+    manager._form(Form(generation=2, workers=(0,), infos=(of("a"),), reason="", clean=True))
+    assert state.asked == ["take_over", "save_leaving 7", "form"]

@@ -240,6 +240,20 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     assert len(tasks.begun) == 3, "the last step is never put off"
 
 
+def test_what_is_written_or_was_by_this_writer_is_known_until_the_run_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
+    assert not writer.has(9)
+    save(writer, 9)
+    assert writer.has(9) and not writer.has(8)
+    tasks.done.add(0)
+    writer.poll()
+    assert writer.has(8) and writer.has(9) and not writer.has(10)
+    writer.go_back(7)
+    assert writer.has(7) and not writer.has(8)
+
+
 @pytest.mark.parametrize(("keep_last", "first"), [(0, []), (9, [19, 9])])
 def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps_in_the_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, first: list[int]

@@ -265,6 +265,21 @@ def test_no_keeper_begins_on_a_node_that_ray_drains_and_copies_leave_it(
     assert keepers.prepare(["here"]) == [] and list(keepers.in_use().values()) == [cluster.newest("here")]
 
 
+def test_keepers_on_nodes_that_ray_drains_leave_with_what_they_hold_and_pin_what_is_written(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, away=1.0, here=1.0), Placed("run", SnapshotConfig())
+    cluster.draining = {"here", "another"}
+    assert keepers.leaving() == []
+    keepers.pin([6])
+    keepers.prepare(["here"])
+    keepers.begin(base_of())
+    keepers.commit(7, {"at": 7}, [5])
+    assert keepers.leaving() == [cluster.newest("here")]
+    keepers.pin([5, 7])
+    assert cluster.newest("here").told[-1] == ("commit", 4, 7, {"at": 7}, (5, 7)), "else as it was told"
+
+
 def test_a_shard_is_held_on_its_own_node_and_copied_to_another_that_lives(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -623,6 +623,79 @@ def test_whoever_copies_what_was_handed_over_for_long_is_not_waited_for_and_said
     assert state_of(keepers=KeepersHere()).take_over(world, 8) == ["held 8"]
 
 
+@pytest.mark.parametrize(
+    ("holds", "drained", "begun"),
+    [
+        ({"a": [8]}, "a", [8]),
+        ({"a": [8]}, "", []),
+        ({"a": [8], "stays": [8]}, "a", []),
+        ({"a": [8], "stays": [3]}, "a", [8]),  # it copies the newest one still
+        ({"a": [8], "b": [8]}, "ab", [8]),
+        ({"a": [9, 5]}, "a", [5]),  # nothing is written yet that counts step 9
+        ({}, "a", []),
+    ],
+    ids=["the only node", "no notice", "one stays", "one stays, with an older step", "all", "not counted", "nothing"],
+)
+def test_what_nodes_that_leave_alone_hold_is_written_at_once(
+    monkeypatch: pytest.MonkeyPatch, holds: dict[str, list[int]], drained: str, begun: list[int]
+) -> None:
+    """The only pod with GPUs had a notice of 100 s. Keepers held the state, and went with it while the run waited for
+    workers: everything since the last checkpoint was computed again."""
+
+    class OneByOne(KeepersHere):
+        """Each answers after the one before."""
+
+        def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
+            heard = [self._inventories[:count] for count in range(1, len(self._inventories) + 1)]
+            return next(filter(is_enough, heard), self._inventories)
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keepers = OneByOne(None, **{name: [held(step) for step in steps] for name, steps in holds.items()})
+    keepers.on_draining = [*drained]
+    state = state_of(keepers=keepers, writer=(writer := Writing()), model=MODEL)
+    for _ in range(3):
+        state.save_leaving(8)
+        now[0] += 60
+    assert [(one.step, one.generation) for one in writer.begun] == [(step, 3) for step in begun], "and once"
+    assert keepers.told == [("pin", step) for step in begun]
+    assert all(one.keepers and one.checkpoint is None for one in writer.begun)
+
+
+def test_what_leaves_is_not_written_twice_and_again_when_the_run_has_gone_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    being_written = [8]
+
+    class Has(Writing):
+        @property
+        def steps(self) -> list[int]:
+            return being_written
+
+        def has(self, step: int) -> bool:
+            return step <= 8
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keepers = KeepersHere(a=[held(8)])
+    keepers.on_draining = ["a"]
+    state = state_of(keepers=keepers, writer=(writer := Has()), model=MODEL)
+    state.save_leaving(8)
+    assert writer.begun == [] and keepers.told == [], "it was due"
+    keepers._inventories = KeepersHere(a=[held(9)])._inventories
+    now[0] += 5
+    state.save_leaving(9)
+    assert writer.begun == [] and not state.writes_leaving, "keepers are not asked all the time"
+    for _ in range(2):
+        now[0] += 60
+        state.save_leaving(9)
+        state.open(Origin(step=7, checkpoint="step-7"), 5, [info("w0", "a", 1)])
+    assert [one.step for one in writer.begun] == [9, 9] and keepers.told[0] == ("pin", 8, 9)
+    now[0] += 60
+    state.save_leaving(9)
+    assert not state.writes_leaving
+    being_written.append(9)
+    assert state.writes_leaving
+
+
 def test_while_a_checkpoint_is_written_its_version_stays(tmp_path: Path) -> None:
     class Busy(Writing):
         @property
