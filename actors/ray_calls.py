@@ -12,14 +12,22 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RuntimeEnvSetupError,
+)
 
 from actors.plan.types import PlanError
 from actors.refs import RayNode, Ref
 from data.errors import DataError, DataIOError
 from ops.units import GIB
 
-FOR_GOOD = (ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError)
+# The last one is of an actor that cannot start: its node has no room for the files of a submitted job, for one.
+FOR_GOOD = (ActorDiedError, ActorUnschedulableError, NodeDiedError, OutOfMemoryError, RuntimeEnvSetupError)
 GONE = (RayActorError, *FOR_GOOD)  # also one that is out of reach, and may answer again
 
 T = TypeVar("T")

@@ -77,7 +77,7 @@ class Keepers:
         """`tell` is given an event for each keeper that is given up, and one per question for each that is awaited."""
         self._run, self._tell = run, tell
         self._copies = config.copies if config.enabled else 0
-        self._unfit: dict[str, float] = {}  # nodes without workers that had no room for the state -> monotonic seconds
+        self._unfit: dict[str, float] = {}  # nodes without workers on which the state cannot be -> monotonic seconds
         self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle
         self._lost: dict[str, KeeperHandle] = {}  # of those that are gone, until there is another: calls to it fail
         self._nodes: dict[str, str] = {}  # actor name -> node
@@ -182,8 +182,8 @@ class Keepers:
         return sorted(self._unreached & self._handles.keys())
 
     def rested(self) -> list[str]:
-        """Nodes that had no room for the state and may have some by now, while shards lack copies: `repair` finds out.
-        Never waits."""
+        """Nodes on which the state could not be, for want of room as a rule, and may be by now, while shards lack
+        copies: `repair` finds out. Never waits."""
         if not self._unfit or all(len(names) >= self._copies for names in self._placed.values()):
             return []
         now = time.monotonic()
@@ -285,6 +285,9 @@ class Keepers:
         except FOR_GOOD as error:
             log.warning("keeper %s is gone: %s", name, type(error).__name__)
             node = self._nodes.get(name)
+            if isinstance(error, ray.exceptions.RuntimeEnvSetupError) and node and name not in self._homes.values():
+                log.warning("no keeper starts on node %s, which is not used for %.0f s: %s", node, _UNFIT_S, error)
+                self._unfit[node] = time.monotonic()
             self._remove(name)
             return not self._revive(node)  # else `prepare` starts another, which begins with nothing
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:

@@ -291,10 +291,10 @@ def test_a_proof_of_a_run_that_takes_texts_alone_encodes_them_in_both_runs(clips
 
 
 class Crewed:
-    """Ray with workers that answer at once: the first call of `method` ends its worker for memory."""
+    """Ray with workers that answer at once: the first call of `method` gives this error of Ray's."""
 
-    def __init__(self, method: str) -> None:
-        self._deadly, self.hired = method, list[str]()
+    def __init__(self, method: str, error: Exception) -> None:
+        self._deadly, self._error, self.hired = method, error, list[str]()
 
     def options(self, **given: object) -> Crewed:
         return self
@@ -316,13 +316,23 @@ class Crewed:
         return self._killed
 
     def _killed(self) -> object:
-        raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory.")
+        raise self._error
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory."),
+        ray.exceptions.RuntimeEnvSetupError("OSError: [Errno 28] No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 @pytest.mark.parametrize("method", ["load", "fill"])
-def test_a_worker_that_ray_ends_for_memory_is_replaced(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's error of it is neither that of an actor nor that of a task."""
-    crew, told = Crewed(method), list[str]()
+def test_a_worker_that_ray_ends_for_memory_or_cannot_start_is_replaced(
+    error: Exception, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's errors of these are neither that of an actor nor that of a task."""
+    crew, told = Crewed(method, error), list[str]()
     monkeypatch.setattr(filling, "remote_of", lambda plain: crew)
     monkeypatch.setattr(filling, "wait", lambda calls, timeout: (calls[:1], calls[1:]))
     monkeypatch.setattr(filling, "get", lambda call: call())
@@ -334,7 +344,9 @@ def test_a_worker_that_ray_ends_for_memory_is_replaced(method: str, monkeypatch:
     options = {"num_cpus": 1.0, "num_gpus": 0.0}
     made = list(filling.fill(job, found, 1, threads=1, options=options, tell=told.append))
     assert [(entries, answer.kept) for entries, answer in made] == [(tuple(missing), (0,))]
-    assert crew.hired == ["w0", "w1"] and any("running low on memory" in line for line in told) == (method == "load")
+    assert crew.hired == ["w0", "w1"] and any(
+        "running low on memory" in line or "No space left" in line for line in told
+    ) == (method == "load")
 
 
 def test_a_unit_that_another_process_has_made_meanwhile_decodes_nothing(

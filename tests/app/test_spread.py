@@ -588,11 +588,19 @@ def test_no_worker_waits_for_another_while_prompts_are_left(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("make", ["together", "apart"])
-@pytest.mark.parametrize("gone", [ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError])
-def test_a_worker_that_ray_ends_is_replaced_also_where_it_ends_it_for_memory(
-    gone: type[Exception], make: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "gone",
+    [
+        ray.exceptions.RayActorError(),
+        ray.exceptions.OutOfMemoryError("the node was low on memory"),
+        ray.exceptions.RuntimeEnvSetupError("No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_worker_that_ray_ends_is_replaced_also_where_it_ends_it_for_memory_or_cannot_start_it(
+    gone: Exception, make: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is an error of a family of its own. One while it loads, and one over prompt 2."""
+    """These are errors of families of their own. One while it loads, and one over prompt 2."""
     crew: Any = HangingCrew(monkeypatch, {})
     kept: list[int] = []
     left = [None, 2]  # what is awaited when a worker ends
@@ -601,7 +609,7 @@ def test_a_worker_that_ray_ends_is_replaced_also_where_it_ends_it_for_memory(
         prompt = answer[1] and answer[1][0]
         if prompt in left:
             left.remove(prompt)
-            raise gone("the node was low on memory") if gone is ray.exceptions.OutOfMemoryError else gone()
+            raise gone
         return [] if prompt is None else [SimpleNamespace(seconds=1.0)]
 
     def together() -> tuple[list[str], Any]:

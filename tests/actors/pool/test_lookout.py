@@ -360,8 +360,16 @@ def test_the_time_to_load_grows_with_the_weights_and_the_workers_that_read_them(
     assert WorkersConfig(start_s=50).start_patience_s(10**12) == 50
 
 
-@pytest.mark.parametrize("error", [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("a node ran low")])
-def test_a_monitor_that_is_gone_is_waited_for_also_one_that_was_ended_for_memory(
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.RayActorError(),
+        ray.exceptions.OutOfMemoryError("a node ran low"),
+        ray.exceptions.RuntimeEnvSetupError("No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_monitor_that_is_gone_is_waited_for_also_one_that_was_ended_for_memory_or_cannot_start(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def gone(value: object, timeout: float) -> None:

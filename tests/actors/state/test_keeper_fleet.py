@@ -375,6 +375,40 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
     assert keepers._placed[0] == (keeper_on("run", "big"),)
 
 
+def test_copies_go_to_another_node_where_ray_cannot_set_up_a_keeper(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of a submitted job did not fit its disk: each controller asked the same node, until Ray gave up."""
+    cluster, keepers = Cluster(monkeypatch, clock, gpus=9.0, full=8.0, spare=4.0), Placed("run", SnapshotConfig())
+    cluster.answers["full"] = ray.exceptions.RuntimeEnvSetupError("OSError: [Errno 28] No space left on device")
+    for node in ("gpus", "spare"):
+        cluster.answers[node] = (node, 1 << 40)
+    assert keepers.prepare(["gpus"]) == ["gpus", "full"]
+    keepers.begin(base_of())
+    assert keepers.rooms(5.0) == [("gpus", 1 << 40)]
+    keepers.repair(["gpus"], give_up_s=600.0)
+    assert list(keepers.in_use()) == [keeper_on("run", "gpus"), keeper_on("run", "spare")]
+    assert {node: len(started) for node, started in cluster.started.items()} == {"gpus": 1, "full": 1, "spare": 1}
+
+    cluster.newest("spare").answers = [(0.0, GONE)]
+    keepers.repair(["gpus"], give_up_s=600.0)
+    assert len(cluster.started["spare"]) == 2, "a keeper that has died says nothing of its node"
+    cluster.memory["spare"], cluster.answers["full"] = 0.0, ("full", 1 << 40)
+    clock.now += 601
+    cluster.newest("spare").answers = [(0.0, GONE)]
+    keepers.repair(["gpus"], give_up_s=600.0)
+    assert list(keepers.in_use()) == [keeper_on("run", "gpus"), keeper_on("run", "full")], "there may be room by now"
+
+
+def test_a_node_with_workers_keeps_its_keeper_however_it_fails(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, here=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["here"])
+    keepers.begin(base_of())
+    cluster.newest("here").answers = [(0.0, ray.exceptions.RuntimeEnvSetupError("no space"))]
+    assert keepers.repair(["here"], give_up_s=600.0) == ["here"]
+    assert len(cluster.started["here"]) == 2 and keepers.rested() == [] and not keepers._unfit
+
+
 class WithSpare:
     """A run on one node, whose state was copied to another one until that had no room for it."""
 
