@@ -39,8 +39,8 @@ def remote_of(
     plain: Callable[..., object], groups: Mapping[str, int] | None = None, *, once: bool = False
 ) -> Any:  # Ray gives it no type
     """Ray's class of actors, or task, of a plain class or function: `.options(...).remote(...)`. The caller names the
-    protocol that its handles follow. `groups` are threads of an actor besides its own, by name. `once`: a task has a
-    process of its own, which ends with it, and so all that it has changed there."""
+    protocol that its handles follow. `groups` are threads of an actor besides its own, by name. `once`: a task's
+    process, in which others may have run before, ends with it, and so all that it has changed there."""
     if once:
         return _ray.remote(max_calls=1)(plain)
     return _ray.remote(concurrency_groups=dict(groups))(plain) if groups else _ray.remote(plain)
@@ -166,8 +166,8 @@ def draining_nodes() -> frozenset[str]:
 
 
 def drain(address: str, node: str, seconds: float, why: str) -> None:
-    """Have Ray start nothing more on a node, which leaves the cluster once idle, or after so long: what
-    `ray drain-node` does. `address` is the cluster's."""
+    """Have Ray start nothing more on a node, which leaves the cluster once idle, as `ray drain-node` does. Ray tells
+    who asks that the node goes after these seconds, and does not end it then. `address` is the cluster's."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made by Cython
     from ray.core.generated import autoscaler_pb2
 
