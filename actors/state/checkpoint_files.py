@@ -269,6 +269,12 @@ def load(folder: Path) -> tuple[Meta, list[ShardState]]:
     return _meta(folder, files), [_opened(folder, file) for file in files if file.name != META]
 
 
+def meta_of(folder: Path) -> Meta:
+    """What a checkpoint says about itself, if its bytes are those that were written: a changed one may be JSON all the
+    same. Looks at none of its shards. Raises CheckpointError."""
+    return _meta(folder, _listed(folder))
+
+
 def checksum(folder: Path) -> int:
     """Equal where checkpoints are: of the sizes and checksums that COMPLETE lists. Raises CheckpointError."""
     return zlib.crc32(json.dumps(sorted((file.name, file.size, file.crc32) for file in _listed(folder))).encode())

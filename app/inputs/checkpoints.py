@@ -6,13 +6,11 @@ steps, so commands take 250 (`--after`) and their messages have both. Imports no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from actors.state.checkpoint_files import (
-    META,
     CheckpointError,
     Meta,
     ParameterMeta,
@@ -20,6 +18,7 @@ from actors.state.checkpoint_files import (
     damage,
     is_complete,
     latest,
+    meta_of,
     step_folder,
     step_folders,
     trained_parameters,
@@ -129,13 +128,13 @@ def _shape(shape: list[int] | None) -> str:
 
 
 def _state_of(config: RunConfig, earlier: Path | None) -> tuple[Path | None, Meta]:
-    """The checkpoint that a resume goes on from, as far as its meta.json can be read, and that."""
+    """The checkpoint that a resume goes on from, as far as its meta.json tells, and that. One in which a byte of that
+    has changed is passed over, as the start does."""
     with suppress(OSError):  # what storage does not give now the start looks for again
         for folder in [earlier] if earlier is not None else reversed(step_folders(root_of(run_dir(config)))):
-            if is_complete(folder):
-                with suppress(ValueError):
-                    meta: Meta = json.loads((folder / META).read_bytes())
-                    return folder, meta
+            if is_complete(folder):  # raises LaterFormat
+                with suppress(CheckpointError):
+                    return folder, meta_of(folder)
     return None, {}
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import yaml
 
-from actors.state.checkpoint_files import COMPLETE, is_complete, step_folders
+from actors.state.checkpoint_files import COMPLETE, CheckpointError, is_complete, meta_of, step_folders
 from app.settings.config import RunConfig
 from app.settings.run_folder import CONFIG, run_dir
 from data.config import SourceConfig
@@ -321,9 +321,8 @@ def _trained(folder: Path, chosen: Path | None = None) -> tuple[SettingsTree | N
         with suppress(OSError):  # of one that storage does not give the start says so
             is_complete(marker.parent)  # raises where a later version has written it
         try:
-            meta = json.loads((marker.parent / "meta.json").read_bytes())
-            saved = yaml.safe_load(meta["config"])
-        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            saved = yaml.safe_load(meta_of(marker.parent)["config"])
+        except (OSError, CheckpointError, ValueError, KeyError, TypeError, yaml.YAMLError):
             continue  # a damaged checkpoint is not what the run will continue from
         if isinstance(saved, Mapping):
             return saved, f"the checkpoint after {counted(_step(marker.parent) + 1, 'step')}", marker.parent

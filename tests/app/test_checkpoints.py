@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.outcome import Exit
-from actors.state.checkpoint_files import LaterFormat, trained_parameters
+from actors.state.checkpoint_files import LaterFormat, is_complete, seal, trained_parameters
 from app.cli import app
 from app.inputs.checkpoints import check_same_weights, checkpoint_folder, steps_begun
 from app.sampling.model import saved_model
@@ -98,9 +98,9 @@ def test_a_resume_under_which_the_model_lists_its_weights_otherwise_is_refused(r
     meta = json.loads((newest / "meta.json").read_bytes())
 
     def has(listed: list[Any] | None) -> None:
-        (newest / "meta.json").write_text(json.dumps({**meta, "parameters": listed}).ljust(size))
+        seal(newest, {**meta, "parameters": listed})
 
-    size, whole = (newest / "meta.json").stat().st_size, meta["parameters"]
+    whole = meta["parameters"]
     last, first = whole[-1]["name"], whole[0]["name"]
     has(whole[::-1])
     with pytest.raises(ConfigError, match=f"step-749 .*{last} lies there, {first} lies here.*Heddle {VERSION} "):
@@ -117,6 +117,26 @@ def test_a_resume_under_which_the_model_lists_its_weights_otherwise_is_refused(r
     check_same_weights(lora)
     has(None)
     check_same_weights(resumed)
+
+
+def test_a_resume_asks_the_checkpoint_before_one_whose_meta_json_has_changed(run: Path) -> None:
+    """One bit, and it is JSON all the same: the start ended with code 2, or with a traceback."""
+    resumed = replace(tiny_run(), run=RunSection(name="one", dir=str(run.parent)))
+    other = replace(resumed, train=replace(resumed.train, seed=resumed.train.seed + 1))
+    newest = run / "checkpoints" / "step-749" / "meta.json"
+    name = json.loads(text := newest.read_bytes())["parameters"][0]["name"].encode()
+    for was, becomes in ((name, bytes([name[0] ^ 1]) + name[1:]), (b'"shape"', b'"shapd"'), (b"seed: 0", b"seed: 1")):
+        assert was in text
+        newest.write_bytes(text.replace(was, becomes, 1))
+        assert json.loads(newest.read_bytes()) and is_complete(newest.parent)
+        check_same_weights(resumed)
+        assert not check_resume(resumed)
+        with pytest.raises(ConfigError, match="something else than the checkpoint after 500 steps"):
+            check_resume(other)
+    before = run / "checkpoints" / "step-499"
+    seal(before, {**json.loads(text), "step": 499, "parameters": json.loads(text)["parameters"][:-1]})
+    with pytest.raises(ConfigError, match=r"step-499 .* is missing there"):
+        check_same_weights(resumed)
 
 
 def keep_from_us(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -35,7 +35,7 @@ def write_trained(made: Path, saved: RunConfig, step: int = 9) -> Path:
     checkpoint = made / "checkpoints" / f"step-{step}"
     (made / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     checkpoint.mkdir(parents=True)
-    (checkpoint / "COMPLETE").write_text("{}")
+    (checkpoint / "COMPLETE").write_text('{"files": {}}')
     (checkpoint / "meta.json").write_text(json.dumps({"step": step, "config": saved.to_yaml()}))
     return made
 
