@@ -25,6 +25,7 @@ from actors.state.checkpoint_files import (
 )
 from actors.state.checkpoint_writer import newest_step, root_of, step_of
 from app.records.metrics import newest_line
+from app.records.most_steps import note_steps, noted_steps
 from app.settings.config import RunConfig, names
 from app.settings.run_folder import CONFIG, run_dir
 from app.settings.written_by import explained, writer
@@ -32,9 +33,7 @@ from data.config import DataConfig
 from ops.counted import counted
 from ops.models.folders import resolve
 from ops.typed import ConfigError, build, parse
-from ops.whole_file import write_whole
 
-MOST_STEPS = "most_steps"  # in the run's folder: how many steps it has ever had
 _MOST_NAMED = 12  # checkpoints in a message
 _GIVE = "Give the folder of a run, such as runs/demo, or a checkpoint in it."
 
@@ -159,19 +158,16 @@ def data_before(config: RunConfig) -> DataConfig | None:
 
 
 def most_steps(config: RunConfig) -> int:
-    """The most steps that the run has ever had, as its resumes have noted: a crash may have cost some since, or it has
-    gone back."""
-    noted = 0
-    with suppress(OSError, ValueError):
-        noted = int((run_dir(config) / MOST_STEPS).read_text(encoding="utf-8"))
-    return max(noted, steps_begun(config))
+    """The most steps that the run has ever had, as has been noted where it took some again: a crash may have cost some
+    since, or it has gone back."""
+    return max(noted_steps(run_dir(config)), steps_begun(config))
 
 
 def note_most_steps(config: RunConfig) -> None:
-    """Called before a resume takes any step again, by which its line of the metrics goes. Only a run with pictures is
-    asked for it: `check_more_than_first`."""
+    """Called before a resume takes any step again: the newest checkpoint may be later than the newest line of metrics,
+    of which `Metrics` notes that it goes. Only a run with pictures is asked for it: `check_more_than_first`."""
     if any(buckets.has_pictures for buckets in config.data.tables):
-        write_whole(run_dir(config) / MOST_STEPS, f"{most_steps(config)}\n")
+        note_steps(run_dir(config), steps_begun(config))
 
 
 def later_folder(run: Path, checkpoint: Path) -> Path:

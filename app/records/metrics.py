@@ -28,6 +28,7 @@ from actors.records.events import CheckpointWritten, HeldOutMeasured, RunEvent, 
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.alerts import ALERTS
+from app.records.most_steps import note_steps
 from app.records.ray_gauges import CHECKPOINT
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.records.tails import backwards, number_in
@@ -160,6 +161,7 @@ class Metrics:
         OSError where it has no line then, and may be written again."""
         if record.step <= (last := self._steps.last):
             self._replaced_up_to = max(self._replaced_up_to, last)
+            note_steps(self._folder, last + 1)  # before their lines go
             self._trackers.forget(record.step)
         if record.step > last + 1:
             log.warning(

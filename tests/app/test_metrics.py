@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from actors.records.metrics_line import StepMetrics, metrics_of
+from app.inputs.checkpoints import most_steps, steps_begun
 from app.records.follow import Tail
 from app.records.metrics import PER_WORKER, Metrics, scalars
 from app.records.progress import ProgressLine, clock, figures
 from app.records.rundir import RunDir
 from app.records.trackers import TensorBoardTracker
+from app.settings.config import RunConfig
 
 
 def written(folder: Path) -> list[dict]:
@@ -71,6 +73,17 @@ def test_a_recovery_inside_a_run_marks_its_recomputed_steps(tmp_path: Path) -> N
     ]
 
 
+def test_the_most_steps_that_a_run_has_had_outlast_a_recovery(tmp_path: Path) -> None:
+    """One that starts from a picture, and whose pictures end at step 950, is resumed though it is before that again."""
+    config = RunConfig.from_yaml(f"run: {{name: one, dir: {tmp_path}}}")
+    folder = tmp_path / "one"
+    write(folder, *range(941), *range(930, 945))
+    assert steps_begun(config) == 945 and most_steps(config) == 945
+    write(folder, *range(945, 961), *range(900, 930))  # within one start
+    write(folder, *range(920, 945))
+    assert steps_begun(config) == 945 and most_steps(config) == 961
+
+
 def test_the_newest_line_is_known_to_the_writer_that_comes_next(tmp_path: Path) -> None:
     """By which a controller sees that a step counted whose keepers had not heard of it when the one before died."""
     with Metrics(tmp_path, track=()) as first:
@@ -110,9 +123,8 @@ def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def opened(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
         raw = Counted(path, mode.replace("b", ""))
-        binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedReader(raw) if "r" in mode else None
-        if binary is None:
-            return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+        buffered = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
+        binary: Any = buffered(raw)
         return binary if "b" in mode else io.TextIOWrapper(binary, encoding="utf-8")
 
     Counted.read_bytes = 0
