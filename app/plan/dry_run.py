@@ -20,7 +20,14 @@ from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import account_lines
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.beside import spared
-from app.inputs.checkpoints import data_before, earlier_checkpoint, later_folders, most_steps, steps_begun
+from app.inputs.checkpoints import (
+    check_same_weights,
+    data_before,
+    earlier_checkpoint,
+    later_folders,
+    most_steps,
+    steps_begun,
+)
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -137,7 +144,11 @@ def _of_the_start(
     config, decided = with_compiling(config, folder)
     back = f"it goes back to {earlier.name}; what came later is moved aside" if earlier is not None else ""
     said = [one for one in (begins, decided, back) if one]
-    return config, said, [] if folder is None else check_resume(config, folder, checkpoint=earlier)
+    if folder is None:
+        return config, said, []
+    changes = check_resume(config, folder, checkpoint=earlier)
+    check_same_weights(config, earlier)
+    return config, said, changes
 
 
 def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:

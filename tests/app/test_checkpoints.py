@@ -16,6 +16,7 @@ from actors.outcome import Exit
 from actors.state.checkpoint_files import LaterFormat, is_complete, seal, trained_parameters
 from app.cli import app
 from app.inputs.checkpoints import check_same_weights, checkpoint_folder, steps_begun
+from app.plan.dry_run import dry_run
 from app.sampling.model import saved_model
 from app.sampling.sample import default_out
 from app.settings.errors import exit_code, one_line
@@ -117,6 +118,16 @@ def test_a_resume_under_which_the_model_lists_its_weights_otherwise_is_refused(r
     check_same_weights(lora)
     has(None)
     check_same_weights(resumed)
+
+
+def test_a_dry_run_refuses_a_resume_under_which_the_model_lists_its_weights_otherwise(run: Path) -> None:
+    """It passed what the start then refused."""
+    newest = run / "checkpoints" / "step-749"
+    meta = json.loads((newest / "meta.json").read_bytes())
+    seal(newest, {**meta, "parameters": meta["parameters"][::-1]})
+    (run / "config.yaml").write_text(tiny_run().to_yaml())
+    with pytest.raises(ConfigError, match=r"step-749 .* lies there, .* lies here"):
+        dry_run(run / "config.yaml", ["run.name=one", f"run.dir={run.parent}"], resume=True)
 
 
 def test_a_resume_asks_the_checkpoint_before_one_whose_meta_json_has_changed(run: Path) -> None:
