@@ -1,4 +1,4 @@
-"""Where the workers of a Ray job import from."""
+"""Where the workers of a Ray job import from, and what they have of the job's environment."""
 
 from __future__ import annotations
 
@@ -30,5 +30,9 @@ class OwnJob(JobConfig):
 
 def as_own_job(start: Callable[..., T], address: str) -> Callable[..., T]:
     """`start`, which calls `ray.init` with this address, with a job of ours. Where that asks a server of Ray Client it
-    takes none, and workers import from no folder of this machine."""
+    takes none, and workers import from no folder of this machine.
+
+    The `runtime_env` given to `start` is added to that of a submitted job, whose PYTHONPATH ours has in it. Ray would
+    refuse a variable that both set, also to one value, in a sentence with all that the job sets, tokens among it."""
+    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
     return start if address.startswith("ray://") else partial(start, job_config=OwnJob())

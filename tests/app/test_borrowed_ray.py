@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from app.run import cluster
+from app.run.borrowed_ray import borrowed_ray
 from app.run.cluster import RayNotStarted, start_ray_here
 from app.run.signals import unwinds_on_signal
+from app.settings.config import RunConfig
+from ops.code_path import ROOT
 from ops.typed import ConfigError
 
 RAY = """
@@ -66,6 +73,46 @@ def test_while_its_ray_starts_a_command_ends_by_sigterm_with_the_same_exit_code(
         [sys.executable, "-c", STARTING], capture_output=True, text=True, env=environment, check=False
     )
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+
+
+def train() -> None:
+    cluster.connect(RunConfig.from_yaml("run: {name: one}"))
+
+
+def borrow() -> None:
+    with borrowed_ray("auto", 1):
+        pass
+
+
+@pytest.mark.parametrize("start", [train, borrow])
+def test_a_submitted_job_may_set_what_we_set_and_keeps_the_rest(
+    start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray refused it with a traceback that had all of the job's variables in it."""
+    merged: list[dict[str, Any]] = []
+
+    def never_connect(runtime_env: dict[str, Any], skip_hook: bool) -> None:
+        merged.append(runtime_env)
+        raise ConnectionError
+
+    ours = ["PYTHONUTF8", "RAY_TRAIN_V2_ENABLED", "RAY_DATA_DISABLE_PROGRESS_BARS"]
+    theirs = {"PYTHONPATH": "/me/libs", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "7", **dict.fromkeys(ours, "0")}
+    given = {"working_dir": "gcs://mine.zip", "env_vars": {**theirs, "WANDB_API_KEY": "a secret"}}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)  # as the process that Ray starts for a job has them
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": given, "metadata": {}}))
+    monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "0")
+    monkeypatch.setattr("ray._private.worker._maybe_modify_runtime_env", never_connect)
+    with pytest.raises(ConfigError, match="no Ray cluster answers"):
+        start()
+    (found,) = merged
+    assert found["working_dir"] == "gcs://mine.zip" and found["env_vars"]["WANDB_API_KEY"] == "a secret"
+    path = found["env_vars"]["PYTHONPATH"].split(os.pathsep)
+    assert path[0] == str(ROOT) and "/me/libs" in path
+    assert found["env_vars"]["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] == "7"
+    assert found["env_vars"]["PYTHONUTF8"] == "1"
+    assert start is borrow or all(found["env_vars"][name] == "1" for name in ours)
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])
