@@ -183,11 +183,12 @@ def _trainer(
 def ask_own_cluster() -> None:
     """Have Ray Train ask this cluster whether its controller lives. Its PlacementGroupCleaner asks Ray's state API
     without an address, which means the cluster started last on this host. If that is another one, which knows no such
-    actor, the cleaner ends the run that it should clean up after. Call it with Ray connected."""
+    actor, the cleaner ends the run that it should clean up after. So does the one that RAY_API_SERVER_ADDRESS names in
+    a shell from which jobs are submitted elsewhere. Call it with Ray connected."""
     import ray
     from ray.train.v2._internal import constants
 
-    os.environ.setdefault(_STATE_API, ray.get_runtime_context().gcs_address)
+    os.environ[_STATE_API] = ray.get_runtime_context().gcs_address
     constants.ENV_VARS_TO_PROPAGATE.add(_STATE_API)
 
 

@@ -183,7 +183,7 @@ def test_what_ray_train_starts_asks_its_own_cluster_whether_an_actor_lives(monke
     from ray.dashboard import utils
     from ray.train.v2._internal import constants
 
-    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://shared:8265")  # as in a shell from which jobs are submitted
 
     @ray.remote(num_cpus=0)
     def asked() -> str:
@@ -202,5 +202,5 @@ def test_what_ray_train_starts_asks_its_own_cluster_whether_an_actor_lives(monke
         own = ray.get_runtime_context().gcs_address
         starter = Starter.options(runtime_env={"env_vars": constants.get_env_vars_to_propagate()}).remote()
         assert ray.get(starter.started.remote()) == f"http://as {own} says"
-        assert os.environ.pop("RAY_API_SERVER_ADDRESS") == own
+        assert os.environ["RAY_API_SERVER_ADDRESS"] == own
     constants.ENV_VARS_TO_PROPAGATE.discard("RAY_API_SERVER_ADDRESS")
