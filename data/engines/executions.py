@@ -97,7 +97,10 @@ def await_executions(dataset_id: str = "") -> bool:
 def remove_log(dataset_id: str) -> None:
     """Ray Data opens a log file per execution and keeps all of them. A worker process that has still something to say
     of an execution makes its file again: it goes with the next execution of that name."""
-    from ray.data._internal.logging import get_log_directory  # loads ray.data, which reads its environment then
+    try:
+        from ray.data._internal.logging import get_log_directory  # loads ray.data, which reads its environment then
+    except ImportError:  # this version of Ray has none of this name
+        return
 
     folder = get_log_directory()
     if folder is not None:

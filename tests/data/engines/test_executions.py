@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
-from data.engines.executions import ExecutionNames, call_it, forget_oldest, growing
+import pytest
+
+from data.engines.executions import ExecutionNames, call_it, forget_oldest, growing, remove_log
 
 
 def test_a_name_is_of_one_execution_at_a_time_and_comes_again() -> None:
@@ -26,6 +30,15 @@ def test_a_cache_that_this_ray_does_not_have_is_an_empty_one() -> None:
     assert growing("data.engines.executions", "GROWING") == {}, "no dictionary"
     assert growing("data.engines.executions", "ExecutionNames.cache") == {}
     assert growing("data.engines.no_such_module", "CACHE") == {}
+
+
+@pytest.mark.parametrize("module", [None, ModuleType("logging")])
+def test_where_this_ray_keeps_its_logs_elsewhere_they_stay(
+    module: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the stream when all blocks had come."""
+    monkeypatch.setitem(sys.modules, "ray.data._internal.logging", module)
+    remove_log("dataset_drawn_0")
 
 
 @dataclass
