@@ -25,6 +25,7 @@ def assemble_state(
     keepers = Keepers(run, config.snapshot, events.tell)
     # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
     standing = keepers.take_over(config.snapshot.patience_s)
+    disk = CheckpointsOnDisk(Path(config.run_dir), events.tell)
     return RunState(
         config,
         model,
@@ -36,8 +37,9 @@ def assemble_state(
             config.train.steps - 1,
             events,
             weight_bytes=bytes_per_weight(config.train.optimizer),
+            unmoved=disk.unmoved,
         ),
-        disk=CheckpointsOnDisk(Path(config.run_dir), events.tell),
+        disk=disk,
         positions=positions,
         tell=events.tell,
     )

@@ -95,18 +95,23 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
-def begin(folder: Path) -> bool:
+def begin(folder: Path, anew: bool = False) -> bool:
     """Make an empty folder for a checkpoint. False when a whole one is already there: nothing is to be written. One
     that this user may not read or not remove is none and is moved aside: a run that had to pass over it, and has come
-    to its step again, writes its own. Raises LaterFormat, and leaves that one.
+    to its step again, writes its own. Raises LaterFormat, and leaves that one. `anew`: what is there is not the run's
+    own, and a whole one or one of a later version is moved aside, too.
     """
     try:
-        if is_complete(folder) and not damage(folder):
-            return False
-        if os.path.lexists(folder):
+        if is_complete(folder) and (anew or not damage(folder)):
+            if not anew:
+                return False
+            log.warning("%s is moved aside, to %s: the run goes on without it", folder, put_aside(folder).name)
+        elif os.path.lexists(folder):
             log.warning("%s: removing an incomplete or damaged checkpoint", folder)
             _remove(folder)
-    except PermissionError as error:
+    except (PermissionError, LaterFormat) as error:
+        if isinstance(error, LaterFormat) and not anew:
+            raise
         aside = put_aside(folder)
         log.warning("%s is moved aside, to %s: %s", folder, aside.name, error)
     folder.mkdir(parents=True)

@@ -85,10 +85,20 @@ class Writer:
     written."""
 
     def __init__(
-        self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events, *, weight_bytes: int
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        last_step: int,
+        events: Events,
+        *,
+        weight_bytes: int,
+        unmoved: set[int] | None = None,
     ) -> None:
+        """`unmoved`: steps of which an old one may lie there that is not the run's own; see `CheckpointsOnDisk`. One of
+        which a checkpoint has become whole is taken out."""
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._weight_bytes = weight_bytes
+        self._unmoved = set[int]() if unmoved is None else unmoved
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._newest_whole = -1  # of those that this writer has made, and that the run has not gone back from
@@ -191,7 +201,7 @@ class Writer:
             self._events.before_checkpoint()
         named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
         reference: Ref[WrittenFiles | None] = named.remote(
-            str(folder), meta, version.generation, list(version.keepers), seal
+            str(folder), meta, version.generation, list(version.keepers), seal, step in self._unmoved
         )
         now, num_bytes = time.monotonic(), _weights_of(meta) * self._weight_bytes
         until = now + (self._limit_s(num_bytes) if self._hurries else _WRITE_S)
@@ -250,6 +260,7 @@ class Writer:
 
     def _is_whole(self, step: int, folder: Path) -> None:
         self._newest_whole = max(self._newest_whole, step)  # an earlier one may be whole later
+        self._unmoved.discard(step)
         last, every, until = self._config.keep_last, self._config.keep_every, self._newest_whole
         old = checkpoint.prune(self._root, last, every, until=until, writing=self.steps, known=self._known)
         for removed in old:
@@ -268,13 +279,13 @@ class StateLost(RuntimeError):
 
 
 def _write(
-    folder: str, meta: Meta, generation: int, keepers: list[NodeKeeper], seal: bool = True
+    folder: str, meta: Meta, generation: int, keepers: list[NodeKeeper], seal: bool = True, anew: bool = False
 ) -> WrittenFiles | None:
     """Runs as a Ray task. Every range is written once, also when several keepers have it. What a failed attempt has
     written is removed: on a full disk it would make the next one fail, too. Returns what is to be sealed, if not
-    `seal`. Raises StateLost, OSError, CheckpointError."""
+    `seal`. `anew`: as of `checkpoint_files.begin`. Raises StateLost, OSError, CheckpointError."""
     target, step = Path(folder), meta["step"]
-    if not checkpoint.begin(target):
+    if not checkpoint.begin(target, anew):
         return None
     try:
         held = _held(keepers, step, generation)

@@ -47,6 +47,9 @@ class CheckpointsOnDisk:
         # The run goes on without those of later steps, but for its own: the ones that it has written since, or writes.
         self._goes_on_after = math.inf
         self._own: set[int] = set()
+        # Of these steps an old one could not be moved. They are written anew, whatever is there, and there is none of
+        # them until the writer, which has this set too, has taken them out of it.
+        self.unmoved: set[int] = set()
         # Steps of all that lay there at the last listing; None: it failed. Of others storage is asked nothing when they
         # are written: the controller would hang with it.
         self._there: set[int] | None = None
@@ -62,7 +65,11 @@ class CheckpointsOnDisk:
         whose bytes storage has not given is read here."""
         deadline = time.monotonic() + _STORAGE_S
         there = self._look(deadline)
-        folders = [folder for folder in there if not self._goes_on_without(step_of(folder))]
+        folders = [
+            folder
+            for folder in there
+            if not self._goes_on_without(step_of(folder)) and step_of(folder) not in self.unmoved
+        ]
         self._withheld = {folder: why for folder, why in self._withheld.items() if folder in folders}
         self._unread &= self._withheld.keys()
         for folder in reversed(folders):
@@ -113,7 +120,9 @@ class CheckpointsOnDisk:
         moved aside, as soon as storage gives them. When the run comes to such a step it would else take the old one for
         its own."""
         self._goes_on_after = min(self._goes_on_after, step)
-        self._own = {own for own in self._own if own <= step}.union(writing)
+        given_up = self.unmoved.difference(writing)
+        self.unmoved.difference_update(given_up)  # the writer has the same one
+        self._own = {own for own in self._own - given_up if own <= step}.union(writing)
         try:
             self._look(deadline=-math.inf)
         except OSError as error:
@@ -121,10 +130,12 @@ class CheckpointsOnDisk:
 
     def make_way(self, step: int) -> None:
         """A checkpoint of this step is about to be written: what lies there afterwards is the run's own. What storage
-        does not give is moved unseen: it may be whole, and would be taken for what was to be written."""
+        does not give is moved unseen: it may be whole, and would be taken for what was to be written. Where it cannot
+        be moved now, whoever writes the step does so."""
         if self._goes_on_without(step):
-            if self._there is None or step in self._there:
-                self._move_aside([step_folder(self._root, step)], unseen=True)
+            may_lie_there = self._there is None or step in self._there
+            if may_lie_there and not self._move_aside([step_folder(self._root, step)], unseen=True):
+                self.unmoved.add(step)
             self._own.add(step)
 
     def _look(self, deadline: float) -> list[Path]:
@@ -139,9 +150,10 @@ class CheckpointsOnDisk:
     def _goes_on_without(self, step: int) -> bool:
         return step > self._goes_on_after and step not in self._own
 
-    def _move_aside(self, folders: Sequence[Path], unseen: bool = False) -> None:
+    def _move_aside(self, folders: Sequence[Path], unseen: bool = False) -> bool:
         """Moves those of them that the run goes on without, as far as storage gives them now. Damaged and incomplete
-        ones stay: they count as none."""
+        ones stay: they count as none. Returns whether storage gave all of them."""
+        given = True
         for folder in folders:
             if not self._goes_on_without(step_of(folder)):
                 continue
@@ -152,7 +164,9 @@ class CheckpointsOnDisk:
                     log.warning("%s is passed over: %s", folder, why)
                     self._tell(CheckpointPassedOver(folder=folder.name, why=why))
             except OSError as error:
+                given = False
                 log.info("%s is not moved aside yet: %s", folder, error)
+        return given
 
     def _may_count(self, folder: Path, unseen: bool) -> bool:
         """Whether it is whole, as far as is known; `unseen`: also where storage does not say."""

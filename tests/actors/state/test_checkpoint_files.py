@@ -318,6 +318,23 @@ def test_a_torn_attempt_with_other_cuts_does_not_leak_into_the_next(tmp_path: Pa
     assert not begin(folder), "a complete checkpoint is not written again"
 
 
+def test_what_is_begun_anew_moves_a_whole_one_aside_and_removes_a_torn_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, 3)
+    was = checksum(folder)
+    assert not begin(folder) and begin(folder, anew=True) and not any(folder.iterdir())
+    assert checksum(tmp_path / "passed-over-step-3") == was
+    write_shard(folder, state())
+    assert begin(folder, anew=True) and not any(folder.iterdir())
+    of_later_version(write(tmp_path, 4))
+    assert begin(tmp_path / "step-4", anew=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "passed-over-step-3",
+        "passed-over-step-4",
+        "step-3",
+        "step-4",
+    ]
+
+
 def test_seal_refuses_gaps_overlaps_and_mixed_states(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 1)
     begin(folder)

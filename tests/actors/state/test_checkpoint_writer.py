@@ -22,6 +22,7 @@ from actors.outcome import Events
 from actors.records.events import CheckpointDamaged, CheckpointFailed, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
+from actors.state.checkpoints_on_disk import CheckpointsOnDisk
 from actors.state.keeper import VersionLost
 from actors.state.recovery import CommitLog
 from actors.step import Seat
@@ -221,6 +222,48 @@ def save(writer: checkpoints.Writer, step: int) -> None:
     """As a run does it after a step whose checkpoint is due."""
     if not writer.puts_off(step):
         writer.save(Origin(step=step, generation=step, keepers=(ALL,)), {"step": step, **META})
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["its step is written again", "the run goes back"])
+def test_an_old_one_that_cannot_be_moved_as_its_step_is_written_is_never_the_runs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Read a moment later it was whole: nothing was written, and a run that lost its nodes went on from it."""
+    folder, earlier = write(tmp_path, 19, came="before"), write(tmp_path, 9)
+    disk, tasks = CheckpointsOnDisk(tmp_path, Listening().on_event), Tasks(monkeypatch)
+    writer = checkpoints.Writer(
+        tmp_path, CheckpointConfig(every=10), 99, Events(Listening()), weight_bytes=16, unmoved=disk.unmoved
+    )
+    origin, meta = Origin(step=19, generation=1, keepers=(ALL,)), {"step": 19, **META}
+
+    def gone(path: Path, target: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as away:
+        away.setattr(Path, "rename", gone)
+        disk.go_back(9)
+        disk.make_way(19)
+    writer.save(origin, meta)
+    assert disk.newest() == (9, earlier), "it is not written yet"
+    tasks.results[0] = ray.exceptions.RayTaskError("write", "", checkpoints.StateLost("a keeper is gone"))
+    tasks.done.add(0)
+    writer.poll()
+    assert disk.newest() == (9, earlier) and folder.is_dir(), "nothing was written"
+    if not again:
+        disk.go_back(25)
+        assert disk.newest() == (9, earlier) and not folder.exists()
+        return
+    disk.make_way(19)
+    writer.save(origin, meta)
+    with monkeypatch.context() as answering:
+        answering.setattr(ray, "get", lambda value, timeout=None: value)
+        checkpoints._write(*tasks.begun[1])
+    tasks.done.add(1)
+    writer.poll()
+    assert disk.newest() == (19, folder) and "came" not in checkpoint.load(folder)[0]
+    assert checkpoint.load(folder.with_name("passed-over-step-19"))[0]["came"] == "before"
+    disk.go_back(20)
+    assert disk.newest() == (19, folder)
 
 
 def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
@@ -502,7 +545,7 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     state = state_of(tmp_path, keepers=keepers, writer=writer_of(tmp_path), model=MODEL)
     assert state.saves(9) and tasks.begun == []
     state.after_commit(collected(9, 1, snapshot(9, total=TOTAL)), None)
-    assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (1, [], True)
+    assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (1, [], True, False)
     assert begun_after == [[("commit", 9, 9)]], "and that its version stays"
 
 

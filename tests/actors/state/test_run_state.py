@@ -198,7 +198,7 @@ def test_a_checkpoint_that_the_run_goes_on_without_is_never_taken_for_its_own(
 def test_what_is_not_given_by_the_time_that_its_step_is_written_is_moved_unseen_and_the_runs_own_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
-    """Given again a moment later it was whole, and nothing was written."""
+    """Given again a moment later it was whole, and nothing was written. What nothing could move was the run's own."""
     folder = write_checkpoint(tmp_path, 9, {"from": "before"})
     state = state_of(tmp_path, model=MODEL)
     with monkeypatch.context() as away:
@@ -207,9 +207,11 @@ def test_what_is_not_given_by_the_time_that_its_step_is_written_is_moved_unseen_
             away.setattr(Path, "rename", lambda path, target: path.joinpath("COMPLETE", "x").stat())
         state.open(None, 5, [info("w0", "a", 1)])
         state.disk.make_way(9)
-    assert checkpoint.begin(folder) == moves
+    assert state.disk.unmoved == (set() if moves else {9}) and state.step_on_disk() == -1
+    assert checkpoint.begin(folder, anew=not moves)
     write_checkpoint(tmp_path, 9, {"from": "now"})
-    assert state.step_on_disk() == 9
+    state.disk.unmoved.discard(9)  # as the writer does
+    assert state.step_on_disk() == 9 and (root_of(tmp_path) / "passed-over-step-9").is_dir()
 
 
 def test_a_step_of_which_nothing_lay_there_asks_storage_nothing_before_it_is_written(
