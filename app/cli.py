@@ -36,6 +36,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,  # its boxes cut names of options, and break the words of an error
+    context_settings={"max_content_width": 120},
     help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
     epilog="Add --debug to any command to see the traceback of an error.",
 )
@@ -69,12 +71,15 @@ app.add_typer(workers_app, name="workers", help="Look at, drain, add, scale, kil
 
 
 def _unwrap_helps(group: typer.Typer) -> None:
-    """Typer breaks the lines of a docstring's later paragraphs where the source does, and a terminal once more."""
+    """Typer breaks the lines of a docstring's later paragraphs where the source does, and a terminal once more; and it
+    cuts the first one in a list of commands to a line of 45 letters, unless a short help is given."""
     for command in group.registered_commands:
         text = command.help or inspect.getdoc(command.callback) or ""
         paragraphs = text.split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        command.short_help = " ".join(paragraphs[0].split())
     for one in group.registered_groups:
+        one.short_help = one.help
         if one.typer_instance is not None:
             _unwrap_helps(one.typer_instance)
 

@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 BENCHMARKS = {
     "planner": ("app.bench.planner", "Plans against the published planners on their workloads."),
@@ -47,7 +47,12 @@ FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
 def _add(name: str, module: str, summary: str) -> None:
     @app.command(name, help=summary, context_settings=FORWARD, add_help_option=False)
     def forward(context: typer.Context) -> None:
-        benchmark = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        benchmark = typer.Typer(
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode=None,
+            context_settings={"max_content_width": 120},
+        )
         benchmark.command(help=summary)(importlib.import_module(module).run)
         benchmark(args=context.args, prog_name=f"heddle bench {name}")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 KindOption = Annotated[str, typer.Option(help=f"{', '.join(KINDS)}; default: by the files.")]
 MediaOption = Annotated[str, typer.Option(help="Folder of the videos a table names; default: beside the table.")]

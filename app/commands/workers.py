@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 QUIET_S = 10.0  # workers that live are heard every second or two
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 

@@ -211,7 +211,7 @@ def test_where_checkpoints_may_not_be_listed_it_is_said_what_to_do(run: Path, mo
 
 
 def said(*words: str) -> str:
-    return " ".join(CliRunner().invoke(app, words).stderr.replace("│", " ").split())
+    return " ".join(CliRunner().invoke(app, words).stderr.split())
 
 
 @pytest.mark.parametrize(

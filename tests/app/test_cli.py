@@ -81,11 +81,46 @@ def test_a_help_breaks_its_lines_where_the_terminal_does_and_not_where_the_sourc
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Later paragraphs, and a first one in the list of commands, were broken at both."""
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "300")  # of which 120 are taken
     _, printed, _ = heddle(monkeypatch, capsys, "data", "lint", "--help")
-    assert "what they refuse is not decoded, and dropped.jsonl beside the list of faults names all that" in printed
+    assert "what they refuse is not decoded, and dropped.jsonl beside the\n" in printed
     _, printed, _ = heddle(monkeypatch, capsys, "workers", "--help")
-    assert "when it starts anew; SIGTERM, SIGUSR1 or Ctrl-C: its workers finish the steps" in printed
+    assert "until the run has ended, also when it starts anew; SIGTERM,\n" in printed
+
+
+def test_a_help_in_a_narrow_terminal_or_a_pipe_has_whole_words_and_no_box(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Boxes showed the same cut name for two options that begin alike."""
+    from typer.main import get_command
+
+    from app.cli import app
+    from app.commands.bench import BENCHMARKS
+
+    def lines_of(command: Any, words: list[str]) -> list[list[str]]:
+        children = getattr(command, "commands", {}).items()
+        return [words, *(line for name, child in children for line in lines_of(child, [*words, name]))]
+
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = {}
+    for words in lines_of(get_command(app), []):
+        code, told, _ = heddle(monkeypatch, capsys, *words, "--help")
+        assert code == 0 and told.startswith("Usage: ") and told.isascii(), words
+        assert "...\n" not in told.partition("\n\n")[2], words  # a summary cut at a number of letters
+        shown[" ".join(words)] = told
+    assert len(shown) > 16 + len(BENCHMARKS)
+    assert "--guidance-scale <float>" in shown["sample"] and "--guidance-scale-2 <float>" in shown["sample"]
+    assert "  check     Look at every node and GPU of a cluster before\n            a run: software," in shown[""]
+
+
+def test_a_mistaken_option_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    code, _, told = heddle(monkeypatch, capsys, "plan", "--budget", "a quarter of a second")
+    assert code == 2 and told.splitlines()[-1].startswith("Error: Invalid value for '--budget': ")
+    code, _, told = heddle(monkeypatch, capsys, "bench", "ops", "--no-such-option-of-a-benchmark")
+    assert code == 2 and told.splitlines()[-1].startswith("Error: No such option: --no-such-option-of-a-benchmark")
 
 
 MISTAKES = [

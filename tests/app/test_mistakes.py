@@ -170,6 +170,6 @@ def test_a_mistake_is_one_sentence_and_its_code(
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err, shown.err
     assert ended.value.code == code, shown.err
-    assert sentence in " ".join(shown.err.replace("│", " ").split()), shown.err
+    assert sentence in " ".join(shown.err.split()), shown.err
     if shown.err.startswith("error: "):
         assert shown.err.count("\n") == 1

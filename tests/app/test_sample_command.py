@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def sample(*words: str) -> str:
     """What the command says on stderr, as one line."""
-    return " ".join(CliRunner().invoke(app, ["sample", *words]).stderr.replace("│", " ").split())
+    return " ".join(CliRunner().invoke(app, ["sample", *words]).stderr.split())
 
 
 def test_the_command_has_these_options_in_this_order() -> None:
