@@ -100,31 +100,20 @@ def print_repeated(repeated: Sequence[RepeatedSample], out: Path) -> None:
 
 
 def print_statistics(facts: SourceStatistics) -> None:
-    """Shapes, and the distributions of lengths, frame rates, captions and scores, as tables."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"[bold]{escape(facts['name'])}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
+    """Shapes, and the distributions of lengths, frame rates, captions and scores, as tables as wide as their figures:
+    one in a pipe or a narrow terminal is no shorter."""
+    print(
+        f"{facts['name']}: {facts['usable']} of {facts['indexed']} samples usable "
         f"({facts['videos']} videos, {facts['images']} images), {_lasting(facts['hours'])}, "
         f"{facts['bytes'] / MIB:,.1f} MiB of media in {counted(facts['shards'], part_of(facts['kind']))}"
         f"{_reasons(facts['rejected'])}"
     )
-    shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)
-    for shape in facts["shapes"]:
-        shapes.add_row(str(shape["width"]), str(shape["height"]), str(shape["count"]))
+    shapes = [(str(shape["width"]), str(shape["height"]), str(shape["count"])) for shape in facts["shapes"]]
     if facts["other_shapes"]:
-        shapes.add_row("others", str(facts["other_shapes"]), str(facts["other_samples"]))
-    console.print(shapes)
+        shapes.append(("others", str(facts["other_shapes"]), str(facts["other_samples"])))
+    print("\n".join(["", "shapes", *_aligned([("width", "height", "samples"), *shapes])]))
     mixed = facts["videos"] and facts["images"]
     title = "distributions (fps, frames and seconds: of videos alone)" if mixed else "distributions"
-    table = Table(title=title, box=SIMPLE, padding=0, pad_edge=False)
-    table.add_column("", no_wrap=True, min_width=max(map(len, facts["scores"]), default=0))  # the names filters take
-    for name in ("min", "5 %", "25 %", "median", "75 %", "95 %", "max"):
-        table.add_column(name, justify="right", no_wrap=True)
     rows = {
         "aspect": facts["aspect"],
         "fps": facts["fps"],
@@ -132,10 +121,20 @@ def print_statistics(facts: SourceStatistics) -> None:
         "seconds": facts["seconds"],
         "caption_chars": facts["caption_chars"],
     }
-    for name, values in (rows | facts["scores"]).items():
-        if values:
-            table.add_row(escape(name), *(f"{value:.4g}" for value in values))
-    console.print(table)
+    table = [
+        (name, *(f"{value:.4g}" for value in values)) for name, values in (rows | facts["scores"]).items() if values
+    ]
+    print("\n".join(["", title, *_aligned([("", "min", "5 %", "25 %", "median", "75 %", "95 %", "max"), *table])]))
+    print()
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
 
 
 def _lasting(hours: float) -> str:

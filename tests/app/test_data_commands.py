@@ -237,6 +237,16 @@ def test_stats_and_convert(folder, tmp_path):
     assert "11 of 11 samples usable in 3 shards" in run("index", tmp_path / "out")
 
 
+def test_no_figure_of_stats_is_cut_in_a_narrow_terminal(folder, monkeypatch):
+    name = "a_score_with_a_name_that_takes_half_of_a_narrow_terminal"
+    (folder.parent / "table.csv").write_text(f"path,caption,{name}\nhere.mp4,a,123456.5\n")
+    (folder.parent / "here.mp4").write_bytes(clip(frames=33))
+    monkeypatch.setenv("COLUMNS", "60")
+    said = run("stats", "table.csv")
+    assert said.isascii() and re.search(rf"^  {name} ( +1.235e\+05){{7}}$", said, re.MULTILINE), said
+    assert re.search(r"^ +min +5 % +25 % +median +75 % +95 % +max$", said, re.MULTILINE)
+
+
 def test_a_folder_of_pairs_is_no_shard(tmp_path):
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "a.png").write_bytes(picture(96, 64, seed=1))
