@@ -30,7 +30,7 @@ def run_check(config: RunConfig | None, *, as_json: bool = False) -> int:
         seen = look_at(paths, lambda part: None if as_json else print(f"looking at {part}", flush=True))
     found = findings(seen)
     if as_json:
-        print(json.dumps({"findings": [asdict(one) for one in found], "seen": asdict(seen)}, indent=1))
+        print(json.dumps({"findings": [asdict(one) for one in found], "seen": asdict(seen)}, indent=1, allow_nan=False))
     else:
         print("\n".join([*table(seen), *sentences(found, config)]))
     return Exit.FAILURE if any(one.fatal for one in found) else Exit.OK

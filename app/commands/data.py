@@ -89,7 +89,8 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
         ledger.add_planned(index.num_ok, index.ordinal)
     ledger.check()
     if as_json:
-        print(json.dumps({"sources": [index_facts(index) for index in indexes], "ledger": ledger.summary()}, indent=1))
+        found = {"sources": [index_facts(index) for index in indexes], "ledger": ledger.summary()}
+        print(json.dumps(found, indent=1, allow_nan=False))
         return
     for index in indexes:
         print(
@@ -147,7 +148,8 @@ def lint(
     write_repeated(again, repeated)
     if as_json:
         facts = {"repeated": len(repeated), "unread": {index.name: index.unread for index in indexes}}
-        print(json.dumps(ledger.summary() | facts | ({"long_captions": cut.count} if cut else {}), indent=1))
+        told = ledger.summary() | facts | ({"long_captions": cut.count} if cut else {})
+        print(json.dumps(told, indent=1, allow_nan=False))
     else:
         print_unread(indexes)
         print_defaults(indexes)
@@ -183,7 +185,7 @@ def stats(options: SourceOptions, as_json: AsJson = False) -> None:
     repeated = repeated_samples(indexes)
     found = [statistics(index, sum(one.row.source == index.ordinal for one in repeated)) for index in indexes]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1, allow_nan=False))
         return
     for facts in found:
         print_statistics(facts)

@@ -125,6 +125,8 @@ def print_statistics(facts: SourceStatistics) -> None:
         (name, *(f"{value:.4g}" for value in values)) for name, values in (rows | facts["scores"]).items() if values
     ]
     print("\n".join(["", title, *_aligned([("", "min", "5 %", "25 %", "median", "75 %", "95 %", "max"), *table])]))
+    for name, count in facts["infinite"].items():
+        print(f"  {name} of {counted(count, 'sample')} is infinite, and in none of these figures")
     print()
 
 

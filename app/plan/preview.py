@@ -142,7 +142,9 @@ def run_plan(
     if out:
         data = {"data": account_json(problem.account)} if problem.account is not None else {}
         found = [plan_json(plan) | data for plan in plans]
-        out.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n", encoding="utf-8")
+        out.write_text(
+            json.dumps(found[0] if len(found) == 1 else found, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
         print(f"json      {out}")
     if gantt:
         from app.plan.pictures import write_gantt

@@ -48,6 +48,7 @@ class SourceStatistics(TypedDict):
     seconds: list[float]
     caption_chars: list[float]
     scores: dict[str, list[float]]
+    infinite: dict[str, int]  # by score: values that are none of its quantiles, such as the PSNR of a still clip
 
 
 def statistics(index: Index, repeated: int) -> SourceStatistics:
@@ -56,6 +57,7 @@ def statistics(index: Index, repeated: int) -> SourceStatistics:
     ok = columns.pop("ok").astype(bool)
     kept = {name: values[ok] for name, values in columns.items()}
     video = ~kept["image"].astype(bool)
+    scores = {name: index.columns(name)[name][ok] for name in index.scores}
     shapes = Counter(zip(kept["width"].tolist(), kept["height"].tolist()))
     return {
         "name": index.name,
@@ -84,12 +86,14 @@ def statistics(index: Index, repeated: int) -> SourceStatistics:
         "frames": quantiles(kept["num_frames"][video]),
         "seconds": quantiles(kept["duration"][video]),
         "caption_chars": quantiles(index.trained_chars(kept["caption_chars"])),
-        "scores": {name: quantiles(index.columns(name)[name][ok]) for name in index.scores},
+        "scores": {name: quantiles(values) for name, values in scores.items()},
+        "infinite": {name: count for name, values in scores.items() if (count := int(np.isinf(values).sum()))},
     }
 
 
 def quantiles(values: np.ndarray) -> list[float]:
-    """Minimum, 5, 25, 50, 75, 95 % and maximum of the values that are not NaN; empty if there are none."""
+    """Minimum, 5, 25, 50, 75, 95 % and maximum of the values that are finite; empty if there are none. NaN stands for
+    one that is not known, and between infinities there is no quantile."""
     values = values.astype(np.float64)
-    values = values[~np.isnan(values)]
+    values = values[np.isfinite(values)]
     return [float(value) for value in np.quantile(values, QUANTILES)] if len(values) else []

@@ -247,6 +247,22 @@ def test_no_figure_of_stats_is_cut_in_a_narrow_terminal(folder, monkeypatch):
     assert re.search(r"^ +min +5 % +25 % +median +75 % +95 % +max$", said, re.MULTILINE)
 
 
+def test_an_infinite_score_is_counted_and_in_no_quantile(folder):
+    """The PSNR of a still clip; quantiles between infinities are NaN, which JSON does not have."""
+    for name in "abcd":
+        (folder.parent / f"{name}.mp4").write_bytes(clip(frames=33))
+    rows = "".join(f"{name}.mp4,{name},{psnr}\n" for name, psnr in zip("abcd", ("inf", "31.2", "44", "inf")))
+    (folder.parent / "table.csv").write_text(f"path,caption,psnr\n{rows}")
+    told = run("stats", "table.csv", "--json")
+    (facts,) = json.loads(told, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert facts["infinite"] == {"psnr": 2}
+    low, *_, median, _, _, high = facts["scores"]["psnr"]
+    assert (low, median, high) == pytest.approx((31.2, 37.6, 44.0))
+    assert "psnr of 2 samples is infinite, and in none of these figures" in run("stats", "table.csv")
+    (facts,) = json.loads(run("stats", folder, "--json"))
+    assert facts["infinite"] == {}
+
+
 def test_a_folder_of_pairs_is_no_shard(tmp_path):
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "a.png").write_bytes(picture(96, 64, seed=1))
