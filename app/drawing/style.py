@@ -3,10 +3,12 @@
 CSS = """
 :root { color-scheme: light dark;
   --bg: #f7f7f5; --card: #ffffff; --ink: #1d2025; --soft: #666c75; --rule: #e3e4e1; --accent: #3f5bd8;
-  --text: #d9962b; --vae: #1f9e8b; --dit: #4c63d2; --finish: #8d93a0; --bad: #c8433a; --good: #2e8b57; --plan: .45; }
+  --text: #d9962b; --vae: #1f9e8b; --dit: #4c63d2; --finish: #8d93a0; --bad: #c8433a; --good: #2e8b57; --plan: .45;
+  --on-text: #1d2025; --on-vae: #1d2025; --on-dit: #fff; --on-finish: #1d2025; --on-other: #fff; }
 @media (prefers-color-scheme: dark) { :root {
   --bg: #14161a; --card: #1d2026; --ink: #e8e9ec; --soft: #9aa1ac; --rule: #31353d; --accent: #8ea2ff;
-  --text: #e0a84f; --vae: #43bfab; --dit: #7f93f5; --finish: #6d7482; --bad: #ef7a70; --good: #63c08a; } }
+  --text: #e0a84f; --vae: #43bfab; --dit: #7f93f5; --finish: #6d7482; --bad: #ef7a70; --good: #63c08a;
+  --on-text: #14161a; --on-vae: #14161a; --on-dit: #14161a; --on-finish: #fff; --on-other: #14161a; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--bg); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
@@ -43,13 +45,19 @@ tr:last-child td { border-bottom: 0; }
 .curves { padding: 0 12px 0 50px; } .lanes { padding: 0 12px 0 94px; }
 svg { display: block; overflow: visible; } svg.bar { overflow: hidden; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-svg text.lane { fill: var(--ink); } svg text.in { fill: #fff; font-size: 11px; pointer-events: none; }
+svg text.lane { fill: var(--ink); } svg text.in { font-size: 11px; pointer-events: none; }
+svg rect.text + text.in { fill: var(--on-text); } svg rect.vae + text.in { fill: var(--on-vae); }
+svg rect.dit + text.in { fill: var(--on-dit); } svg rect.finish + text.in { fill: var(--on-finish); }
+svg rect.other + text.in { fill: var(--on-other); }
 @media (max-width: 640px) { main { padding: 20px 10px 40px; } section { padding: 14px 12px; }
   svg text.odd { display: none; } td:first-child:not(.words) { white-space: nowrap; } }
 svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; vector-effect: non-scaling-stroke; }
 svg .c1 { stroke: var(--accent); } svg .c2 { stroke: var(--text); } svg .c3 { stroke: var(--vae); }
 svg .c4 { stroke: var(--bad); }
+svg .line.dashed.c2 { stroke-dasharray: 8 4; } svg .line.dashed.c3 { stroke-dasharray: 2 3; }
+svg .line.dashed.c4 { stroke-dasharray: 10 3 2 3; }
+.legend svg.key { display: inline-block; margin-right: 6px; vertical-align: 0; }
 svg .band { stroke: none; fill: var(--soft); fill-opacity: .22; }
 svg .broad { stroke-width: 5; stroke-opacity: .45; }
 svg .f1 { fill: var(--accent); } svg .f2 { fill: var(--text); } svg .f3 { fill: var(--vae); }

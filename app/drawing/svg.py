@@ -8,10 +8,12 @@ picture, in the padding of its frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+
+from ops.counted import counted
 
 ACROSS = 1000  # units of a curve from left to right
 TOP, BOTTOM = 10, 24  # pixels above and below curves
@@ -20,8 +22,9 @@ MAX_POINTS = 800  # longer curves are averaged into this many bins
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One curve. `css` has the classes of its line: c1 ... c4, faint, broad. `ranges`: the least and most of what each
-    point is the mean of, drawn as a band."""
+    """One curve. `css` has the classes of its line: c1 ... c4, faint, broad, and dashed, by which c2 ... c4 differ
+    from c1 and each other in more than colour. `ranges`: the least and most of what each point is the mean of, drawn as
+    a band."""
 
     name: str
     xs: Sequence[float]
@@ -92,7 +95,8 @@ def bars(rows: Sequence[BarRow]) -> str:
         y += 6
     if low < 0:
         parts.insert(0, f'<line class="grid" x1="{zero:.2f}%" x2="{zero:.2f}%" y1="0" y2="{y}"/>')
-    return _picture("bars", y, parts)
+    told = "; ".join(f"{row.label}: {', '.join(text for _, _, text in row.bars)}" for row in rows)
+    return _picture("bars", y, parts, f"bars of {told}")
 
 
 def line_chart(
@@ -161,7 +165,27 @@ def line_chart(
         f'<svg viewBox="0 0 {ACROSS} {height}" width="100%" height="{height}" preserveAspectRatio="none">'
         f"{''.join(curves)}</svg>"
     )
-    return _picture("curves", height, [*parts, stretched, *hovers])
+    told = "; ".join(filter(None, map(_in_words, series)))
+    name = f"curves over {x_name} {number(x_low)} to {number(x_high)}: {told}"
+    return _picture("curves", height, [*parts, stretched, *hovers], name)
+
+
+def _in_words(series: Series) -> str:
+    """Where a curve begins and ends; "" of one without a number."""
+    known = [y for y in series.ys if math.isfinite(y)]
+    return f"{series.name} from {number(known[0])} to {number(known[-1])}" if known else ""
+
+
+def legend(kinds: Mapping[str, str], *words: str) -> str:
+    """What the colours of bars are, by their classes; `words` beside them."""
+    shown = [f"<i style='background:var(--{css})'></i>{escape(name)}" for css, name in kinds.items()]
+    return f"<div class='legend'>{''.join(f'<span>{one}</span>' for one in [*shown, *map(escape, words)])}</div>"
+
+
+def curve_key(css: str) -> str:
+    """A piece of a curve of these classes, for a legend."""
+    line = f'<path class="line {css}" d="M0 5H26"/>'
+    return f'<svg class="key" width="26" height="10" aria-hidden="true">{line}</svg>'
 
 
 def _room_for_ranges(drawn: Sequence[Series], low: float, high: float) -> tuple[float, float]:
@@ -172,11 +196,12 @@ def _room_for_ranges(drawn: Sequence[Series], low: float, high: float) -> tuple[
     return max(min([low, *ends]), low - more), min(max([high, *ends]), high + more)
 
 
-def _picture(kind: str, height: float, parts: Sequence[str]) -> str:
-    """`kind` is the class of its frame, whose padding has room for the words left of it."""
+def _picture(kind: str, height: float, parts: Sequence[str], name: str) -> str:
+    """`kind` is the class of its frame, whose padding has room for the words left of it; `name` is all that is read out
+    of the picture."""
     return (
-        f'<div class="{kind}"><svg width="100%" height="{height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img">'
-        f"{''.join(parts)}</svg></div>"
+        f'<div class="{kind}"><svg width="100%" height="{height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'aria-label="{escape(name)}">{"".join(parts)}</svg></div>'
     )
 
 
@@ -262,7 +287,10 @@ def timeline(lanes: Sequence[Lane], lines: Sequence[EventMark] = ()) -> str:
         )
         parts += [_bar(bar, end, top, depth) for bar in lane.bars]
     parts += [_mark(at(line.x), 0, y, line.title) for line in lines]
-    return _picture("lanes", height, parts)
+    drawn = [lane.name for lane in lanes if not lane.thin]
+    places = ", ".join(dict.fromkeys((drawn[0], drawn[-1]))) if len(drawn) < 3 else f"{drawn[0]} to {drawn[-1]}"
+    count = sum(len(lane.bars) for lane in lanes if not lane.thin)
+    return _picture("lanes", height, parts, f"timeline of {number(end)} s, {places}: {counted(count, 'bar')}")
 
 
 def _bar(bar: Bar, end: float, top: float, depth: float) -> str:

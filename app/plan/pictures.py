@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from actors.plan.types import Cascade, Cluster, Item, Plan
 from app.drawing.style import CSS
-from app.drawing.svg import Bar, EventMark, Lane, timeline
+from app.drawing.svg import Bar, EventMark, Lane, legend, timeline
 from app.settings.out_files import put_page
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 COLOURS = {"text": "#d9962b", "vae": "#1f9e8b", "dit": "#4c63d2"}
+LABEL_COLOURS = {"text": "#1d2025", "vae": "#1d2025", "dit": "white"}  # white on the first two is hard to read
+NAMES = {"text": "text encode", "vae": "VAE encode", "dit": "DiT"}
 ROW_INCHES, MAX_INCHES = 0.22, 40.0
 LABEL_SHARE = 0.02  # a bar that takes a smaller share of the time axis has room for no label
 LABEL_MARGIN = 4.0  # pixels
@@ -57,7 +59,7 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
                         ha="center",
                         va="center",
                         fontsize=6 if count < 3 else 7,
-                        color="white",
+                        color=LABEL_COLOURS[cascade.module],
                         clip_on=True,
                     )
                     labels.append((text, bar))
@@ -104,9 +106,8 @@ def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Bucke
             Lane(name=f"GPU {worker}", bars=[_bar(c, items) for c in _cascades(plan) if worker in c.workers])
             for worker in range(cluster.num_workers)
         ]
-        parts.append(
-            f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{timeline(lanes, _ends(plan))}</section>"
-        )
+        drawn = legend(NAMES, "dashed: the end of a step") + timeline(lanes, _ends(plan))
+        parts.append(f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{drawn}</section>")
     put_page(
         path,
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"

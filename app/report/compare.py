@@ -19,7 +19,7 @@ from actors.records.events import EnvironmentSeen, HeldOutMeasured
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
-from app.drawing.svg import BarRow, Series, bars, line_chart
+from app.drawing.svg import BarRow, Series, bars, curve_key, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.figures import Curve, RunningMean, Values
@@ -33,8 +33,7 @@ from ops.models.folders import resolve
 from ops.relative import relative
 from ops.typed import ConfigError
 
-COLOURS = ("accent", "text", "vae", "bad")  # of the classes c1 ... c4
-MOST = len(COLOURS)
+MOST = 4  # curves have the classes c1 ... c4
 CLOSEST = 1e-9  # relative; losses that are closer are drawn as this far apart, far below the rounding of fp32
 UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))  # of time; a chart takes the first that gives two
 
@@ -284,10 +283,7 @@ def page(
     runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float, command: str = ""
 ) -> str:
     """The whole document: what it comes to, pictures, numbers."""
-    entries = [
-        f"<span><i style='background:var(--{colour})'></i>{escape(run.name)}</span>"
-        for run, colour in zip(runs, COLOURS, strict=False)
-    ]
+    entries = [f"<span>{curve_key(_css(number))}{escape(run.name)}</span>" for number, run in enumerate(runs, start=1)]
     legend, others = "".join(entries), "".join(entries[1:])
     unit, length_s = _unit(max(run.seconds for run in runs))
     compute = "MFU" if peak_tflops else "Model TFLOP/s of a worker"
@@ -370,7 +366,7 @@ def _chart(
                 name=run.name,
                 xs=[x_scale * x for x in curve.xs],
                 ys=[scale * y for y in curve.ys],
-                css="c1 broad" if number == 1 else f"c{number}",
+                css=_css(number),
                 hover=True,
             )
             for number, (run, curve) in enumerate(zip(runs, curves, strict=True), start=1)
@@ -380,10 +376,15 @@ def _chart(
     )
 
 
+def _css(number: int) -> str:
+    """The classes of the curves of a run; the first's are broad, and those of others have dashes of their own."""
+    return "c1 broad" if number == 1 else f"c{number} dashed"
+
+
 def _differences(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference]) -> str:
     return line_chart(
         [
-            Series(name=run.name, xs=found.curve.xs, ys=found.curve.ys, css=f"c{number}", hover=True)
+            Series(name=run.name, xs=found.curve.xs, ys=found.curve.ys, css=_css(number), hover=True)
             for number, run in enumerate(runs, start=1)
             if (found := differences.get(run.name)) is not None
         ]

@@ -19,11 +19,12 @@ NONE_HELD_OUT: Mapping[int, HeldOutMeasured] = {}
 def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_HELD_OUT) -> str:
     """`held_out`: by step."""
     measured = sorted(held_out)
+    losses = [held_out[step].loss for step in measured]
     chart = line_chart(
         [
             _series("loss", steps.curves["loss"], css="faint", hover=True, ranges=True),
             _series("smoothed", steps.smoothed),
-            Series(name="held out", xs=measured, ys=[held_out[step].loss for step in measured], css="c2", hover=True),
+            Series(name="held out", xs=measured, ys=losses, css="c2 dashed", hover=True),
         ],
         marks=_generation_marks(steps),
     )
@@ -33,15 +34,15 @@ def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_
             f"means of some {steps.count / len(curve.xs):,.0f} steps, and from the least of them to the most; the "
             f"highest is {short(steps.highest.loss)} at step {steps.highest.step:,}"
         )
-    orange = " Orange: held-out clips." if held_out else ""
+    orange = " Orange, dashed: held-out clips." if held_out else ""
     note = (
         f"<p class='soft'>Grey: {grey}. Line: exponential mean over about 10 steps.{orange} "
-        f"Dashed: a new generation.</p>"
+        f"Dashed upright: a new generation.</p>"
     )
     if by_expert := sorted(steps.smoothed_by_expert.items()):
-        lines = [_series(name, curve, css=f"c{place}") for place, (name, curve) in enumerate(by_expert, 1)]
+        lines = [_series(name, curve, css=f"c{place} dashed") for place, (name, curve) in enumerate(by_expert, 1)]
         names = ", ".join(escape(name) for name, _ in by_expert)
-        note += f"<h3>Loss of each expert, smoothed: {names} (orange)</h3>{line_chart(lines, height=180)}"
+        note += f"<h3>Loss of each expert, smoothed: {names} (orange, dashed)</h3>{line_chart(lines, height=180)}"
     note += update_html(steps) + held_out_html(held_out)
     cells = [
         f"<tr><td>{escape(name)}</td><td>{short(first)}</td><td>{short(second)}</td></tr>"
@@ -95,30 +96,32 @@ def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
             cells += f"<td>{escape(one.left_out) or '-'}</td>"
         rows.append(f"<tr><td>{step + 1:,}</td>{cells}</tr>")
     return (
-        f"<h3>Loss of {counted(last.clips, 'held-out clip')} (orange), by noise level and by bucket</h3>"
+        f"<h3>Loss of {counted(last.clips, 'held-out clip')} (orange, dashed), by noise level and by bucket</h3>"
         f"<div class='wide'><table><tr><th>after step</th><th>all</th>{head}</tr>{''.join(rows)}</table></div>"
     )
 
 
 def balance_html(steps: StepTotals) -> str:
     parts = [
-        "<h3>Seconds per step: measured, planned (orange), waiting for data (green)</h3>",
+        "<h3>Seconds per step: measured, planned (orange, dashed), waiting for data (green, dotted)</h3>",
         line_chart(
             [
                 _series("step_s", steps.curves["step_s"], hover=True, ranges=True),
-                _series("predicted_s", steps.curves["predicted_s"], css="c2"),
-                _series("data_wait_s", steps.curves["data_wait_s"], css="c3"),
+                _series("predicted_s", steps.curves["predicted_s"], css="c2 dashed"),
+                _series("data_wait_s", steps.curves["data_wait_s"], css="c3 dashed"),
             ],
             marks=_generation_marks(steps),
             zero=True,
             height=180,
         ),
     ]
-    if utilization := _chart(steps, {"mfu": "c1", "hfu": "c2"}):
+    if utilization := _chart(steps, {"mfu": "c1", "hfu": "c2 dashed"}):
         medians = f"medians {percent(steps.values['mfu'].median)} and {percent(steps.values['hfu'].median)}"
-        parts.append(f"<h3>MFU of the step, HFU of forward and backward (orange), {medians}</h3>{utilization}")
-    if waits := _chart(steps, {"wait_sync_s": "c1", "exposed_s": "c2"}):
-        parts.append(f"<h3>Seconds a worker waits for others, and for exposed communication (orange)</h3>{waits}")
+        parts.append(f"<h3>MFU of the step, HFU of forward and backward (orange, dashed), {medians}</h3>{utilization}")
+    if waits := _chart(steps, {"wait_sync_s": "c1", "exposed_s": "c2 dashed"}):
+        parts.append(
+            f"<h3>Seconds a worker waits for others, and for exposed communication (orange, dashed)</h3>{waits}"
+        )
     for title, name in [
         ("Idle share of all workers", "idle_ratio"),
         ("WIR: most over least DiT seconds", "wir"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.records.span_record import SpanRecord
-from app.drawing.svg import Bar, Lane, timeline
+from app.drawing.svg import Bar, Lane, legend, timeline
 from app.records.timeline import StepWindow, lane
 from app.report.gathered import RunFacts
 
@@ -14,8 +14,7 @@ def timelines_html(facts: RunFacts) -> str:
     if not facts.shown:
         return ""
     kinds = {"text": "text encode", "vae": "VAE encode", "dit": "DiT", "finish": "gradient sum and update"}
-    legend = "".join(f"<span><i style='background:var(--{css})'></i>{name}</span>" for css, name in kinds.items())
-    parts = [f"<div class='legend'>{legend}<span>thin, pale: as planned</span></div>"]
+    parts = [legend(kinds, "thin, pale: as planned")]
     parts += [
         f"<h3>Step {step}, {label}: {window.times.seconds:.2f} s</h3>{step_timeline(window)}"
         for label, step in facts.shown

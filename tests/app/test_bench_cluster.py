@@ -33,6 +33,7 @@ from app.bench.cluster.simulate import run_here
 from app.bench.cluster.tables import curves_of, fitted, steps_line, thread_line, ways_of
 from app.bench.cluster.watching import seconds_of_threads
 from ops.typed import ConfigError
+from tests.app.pages import assert_every_picture_has_a_name
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -346,6 +347,7 @@ def test_the_page_shows_what_was_seen_with_its_command() -> None:
     assert "<b>1.25</b><span>of DDP&#x27;s samples per second: cascade on 16 GPUs" in page
     assert "ddp (SP 8)" in page and "0.25 (1.25 of ddp)" in page and "0.1 (0.50 of ddp)" in page
     assert "16 workers, static: a node lost" in page and "71.0, then 8" in page and "0.70%" in page
+    assert_every_picture_has_a_name(page)
     assert "16 workers, ddp (SP 8)" in page and "33.0 evaluated" in page
     assert page.count("<code class=command>heddle bench cluster --nodes 2</code>") == page.count("<section>") == 4
 

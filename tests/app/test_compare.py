@@ -20,6 +20,7 @@ from app.report.compare import LossDifference, flops_by_step, labels, loss_diffe
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from ops.typed import ConfigError
+from tests.app.pages import assert_every_picture_has_a_name
 
 
 def copy_of(run: Path, name: str, change=lambda line: line) -> Path:
@@ -177,7 +178,11 @@ def test_the_page_draws_every_run_in_its_colour(run_folder: Path) -> None:
     assert "<b>" not in text and "b&lt;b&gt;" in text
     for title in ("Loss", "Loss over seconds", "Seconds per step", "Idle share", "MFU"):
         assert f"<h2>{title}</h2>" in text
-    assert len(re.findall(r'class="line c1 broad"', text)) == 5 and len(re.findall(r'class="line c2"', text)) == 6
+    for css, curves in (("c1 broad", 5), ("c2 dashed", 6)):
+        assert len(re.findall(rf'class="line {css}" d="[^"]*"><title>', text)) == curves
+    assert text.count('<svg class="key"') == 5 * 2 + 1  # of the difference from the first, the second alone
+    assert_every_picture_has_a_name(text)
+    assert "; b&lt;b&gt; from " in text
     assert "MFU" not in page(runs, {"b<b>": found}, peak_tflops=0.0)
 
 

@@ -21,6 +21,7 @@ from app.inputs.workload import read_workload
 from app.plan.pictures import write_gantt
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
+from tests.app.pages import assert_every_picture_has_a_name
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 
@@ -194,6 +195,9 @@ def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "g.html").read_text()
     assert page.count('class="lanes"') == 2 and "GPU 1" in page
+    assert_every_picture_has_a_name(page)
+    for css, name in {"text": "text encode", "vae": "VAE encode", "dit": "DiT"}.items():
+        assert page.count(f"<i style='background:var(--{css})'></i>{name}</span>") == 2
 
 
 def test_the_buckets_of_a_run_are_planned_without_data(

@@ -22,6 +22,7 @@ from actors.records.events import EnvironmentSeen, RunFinished
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
 from app.cli import app
+from app.drawing.style import CSS
 from app.drawing.svg import ACROSS, Bar, BarRow, Lane, Series, bars, line_chart, thin_out, ticks, timeline
 from app.records.rundir import RunDir
 from app.records.timeline import final_times, windows
@@ -33,6 +34,7 @@ from app.settings.out_files import put_page
 from data.ledger import Fault, Ledger, Reason
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
+from tests.app.pages import assert_every_picture_has_a_name
 
 
 def steps_of(lines: Iterable[StepMetrics]) -> StepTotals:
@@ -396,6 +398,50 @@ def test_a_curve_reaches_from_one_end_of_its_axis_to_the_other() -> None:
     assert re.findall(r'cx="([^"]+)"', drawn) == ["0.00%", "25.00%", "100.00%"]
 
 
+def test_what_is_read_out_of_a_picture_are_its_names_and_its_first_and_last_values() -> None:
+    """A reader of a screen takes a picture as one: of what lies in it, hover titles as well, nothing is read out."""
+    loss = Series(name="loss <a>", xs=[0, 1, 2, 3], ys=[math.nan, 2.5, 9.0, 0.125])
+    rate = Series(name="rate", xs=[0, 3], ys=[1e-4, 1e-5], css="c2 dashed")
+    drawn = line_chart([loss, rate])
+    said = "curves over step 0 to 3: loss &lt;a&gt; from 2.5 to 0.125; rate from 0.0001 to 1e-05"
+    assert f'role="img" aria-label="{said}"' in drawn
+    drawn = timeline([Lane(name=f"w{i}", bars=[Bar(start_s=0, end_s=2, css="dit", title="t")] * 3) for i in range(4)])
+    assert 'role="img" aria-label="timeline of 2 s, w0 to w3: 12 bars"' in drawn
+    drawn = bars([BarRow(label="a", bars=[("f1", 2.0, "2 s"), ("f2", 1.0, "1 s")]), BarRow(label="b", bars=())])
+    assert 'role="img" aria-label="bars of a: 2 s, 1 s; b: "' in drawn
+
+
+def test_every_picture_of_a_report_has_a_name(run_folder: Path) -> None:
+    assert_every_picture_has_a_name(write_report(RunDir.open(run_folder)).read_text())
+
+
+def _contrast(first: str, second: str) -> float:
+    """Ratio of two colours #rrggbb by WCAG, 1 to 21."""
+
+    def luminance(colour: str) -> float:
+        shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_labels_stand_out_from_their_bars_in_light_and_in_dark() -> None:
+    light, dark = CSS.split("prefers-color-scheme: dark")
+    for look in (light, dark.split("}")[0]):
+        colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]+);", look))
+        for kind, bar in {**{name: name for name in ("text", "vae", "dit", "finish")}, "other": "soft"}.items():
+            label = colours[f"on-{kind}"]
+            assert f"svg rect.{kind} + text.in {{ fill: var(--on-{kind}); }}" in CSS
+            assert _contrast(colours[bar], "#ffffff" if label == "#fff" else label) >= 4.5, (kind, label)
+
+
+def test_curves_differ_in_more_than_colour() -> None:
+    dashes = re.findall(r"\.line\.dashed\.(c\d) { stroke-dasharray: ([\d ]+);", CSS)
+    assert [css for css, _ in dashes] == ["c2", "c3", "c4"] and len({dash for _, dash in dashes}) == 3
+
+
 def test_nothing_to_draw_gives_nothing() -> None:
     assert line_chart([Series(name="s", xs=[0.0], ys=[math.nan])]) == ""
     assert timeline([Lane(name="w", bars=[])]) == ""
@@ -419,7 +465,7 @@ def test_the_loss_of_each_expert_has_a_curve_of_its_own(run_folder: Path) -> Non
     found = {name: curve.ys for name, curve in steps.smoothed_by_expert.items()}
     assert {name: set(np.round(ys, 9)) for name, ys in found.items()} == {"high": {0.75}, "low": {0.25}}
     text = write_report(RunDir.open(run_folder)).read_text()
-    assert 'Loss of each expert, smoothed: high, low (orange)</h3><div class="curves"><svg' in text
+    assert 'Loss of each expert, smoothed: high, low (orange, dashed)</h3><div class="curves"><svg' in text
 
 
 def test_starts_that_number_their_generations_alike_are_listed_apart() -> None:

@@ -8,7 +8,7 @@ from html import escape
 from app.bench.markdown import markdown_table
 from app.bench.page import BLUE, GREY, document, folded, legend, number_of
 from app.bench.papers.figure import PublishedPaper, Row, ShownFigure
-from app.drawing.svg import BarRow, Series, bars, line_chart
+from app.drawing.svg import BarRow, Series, bars, curve_key, line_chart
 
 
 def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: str) -> str:
@@ -95,12 +95,12 @@ def pairs(rows: Sequence[Row]) -> str:
 def _curves(shown: ShownFigure) -> str:
     assert shown.found is not None
     named = list(shown.found.series.items())
-    colours = legend(
-        [(f"var(--{colour})", name) for (name, _), colour in zip(named, ("accent", "text", "vae", "bad"), strict=False)]
-    )
     series = [
-        Series(name=name, xs=xs, ys=ys, css=f"c{number}") for number, (name, (xs, ys)) in enumerate(named, start=1)
+        Series(name=name, xs=xs, ys=ys, css=f"c{number} dashed")
+        for number, (name, (xs, ys)) in enumerate(named, start=1)
     ]
+    keys = "".join(f"<span>{curve_key(one.css)}{escape(one.name)}</span>" for one in series)
+    colours = f"<div class=legend>{keys}</div>"
     chart = line_chart(series, zero=True, x_name=shown.found.x_name)
     return f"<h3>{escape(shown.found.x_name)}</h3>{colours}{chart}"
 
