@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,7 +127,9 @@ def count_cut_captions(
 
 
 class ProgressBar:
-    """A Rich bar on a terminal, nothing elsewhere. Gives a function (done, total)."""
+    """A Rich bar where stderr is a terminal, nothing elsewhere, also where FORCE_COLOR has Rich take a file for one. What
+    is printed meanwhile stays on stdout: above the bar where that is a terminal as well. Gives a function (done, total).
+    """
 
     def __init__(self, what: str, quiet: bool = False) -> None:
         from rich.console import Console
@@ -134,7 +137,12 @@ class ProgressBar:
         from rich.progress import Progress
 
         console = Console(stderr=True)
-        self._bar = Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
+        self._bar = Progress(
+            console=console,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            disable=quiet or not (sys.stderr.isatty() and console.is_interactive),
+        )
         self._task = self._bar.add_task(escape(what), total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from app.commands.data import app
 from app.data_tools.printing import print_statistics
+from app.data_tools.sources import ProgressBar
 from data.config import SourceConfig
 from data.dataset.index_build import build_index
 from data.errors import DataError
@@ -245,6 +247,27 @@ def test_no_figure_of_stats_is_cut_in_a_narrow_terminal(folder, monkeypatch):
     said = run("stats", "table.csv")
     assert said.isascii() and re.search(rf"^  {name} ( +1.235e\+05){{7}}$", said, re.MULTILINE), said
     assert re.search(r"^ +min +5 % +25 % +median +75 % +95 % +max$", said, re.MULTILINE)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["log", "terminal"])
+def test_a_bar_moves_on_a_terminal_alone_and_leaves_stdout_as_it_is(monkeypatch, moves: bool) -> None:
+    """FORCE_COLOR had it write into logs; `heddle data cache > log` lost its lines to the terminal of the bar."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    out, err = io.StringIO(), Terminal() if moves else io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    with ProgressBar("encoding") as progress:
+        progress(1, 4)
+        print("1 of 4 entries")
+        progress(4, 4)
+    assert out.getvalue() == "1 of 4 entries\n"
+    assert ("encoding" in err.getvalue()) == moves and bool(err.getvalue()) == moves
 
 
 def test_an_infinite_score_is_counted_and_in_no_quantile(folder):
