@@ -1,7 +1,8 @@
-"""A number with its noun, the first of many names, and the order of names with numbers, as people read them."""
+"""A number with its noun, a loss, the first of many names, and the order of names with numbers, as people read them."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -14,6 +15,11 @@ def counted(number: int, noun: str) -> str:
 def noun_of(number: int, noun: str) -> str:
     """The noun alone, for a place where the number stands above it: 'step', 'steps'."""
     return noun + "s" * (number != 1)
+
+
+def loss_in_words(value: float) -> str:
+    """'0.1234'; of a run that has diverged 'not finite'."""
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def by_numbers(name: str) -> tuple[tuple[int, str], ...]:

@@ -19,7 +19,7 @@ from typing import ClassVar, Self, TypeVar, dataclass_transform
 
 from actors.records.lines import finite, line_of, record_of
 from data.in_words import DROPPED, EpochForecast, dropped_sentence
-from ops.counted import counted, first_of
+from ops.counted import counted, first_of, loss_in_words
 
 E = TypeVar("E", bound="RunEvent")
 
@@ -815,7 +815,7 @@ class HeldOutMeasured(RunEvent, event="held_out"):
         unread = f", {self.unread} could not be read" if self.unread else ""
         left_out = f", {self.left_out} left out for want of memory" if self.no_room else ""
         about = f"{counted(self.clips, 'clip')}{unread}{left_out}, {self.seconds:.0f} s"
-        return f"held-out loss{when}: {self.loss:.4f} ({about})"
+        return f"held-out loss{when}: {loss_in_words(self.loss)} ({about})"
 
     @property
     def left_out(self) -> str:

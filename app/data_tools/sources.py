@@ -127,8 +127,8 @@ def count_cut_captions(
 
 
 class ProgressBar:
-    """A Rich bar where stderr is a terminal, nothing elsewhere, also where FORCE_COLOR has Rich take a file for one. What
-    is printed meanwhile stays on stdout: above the bar where that is a terminal as well. Gives a function (done, total).
+    """A Rich bar where stderr is a terminal, nothing elsewhere: FORCE_COLOR has Rich take a file for one. What is
+    printed meanwhile stays on stdout, above the bar where that is a terminal as well. Gives a function (done, total).
     """
 
     def __init__(self, what: str, quiet: bool = False) -> None:

@@ -364,7 +364,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "inf"
+    return f"{value:.2f}" if math.isfinite(value) else "-"
 
 
 def plan_json(plan: Plan) -> dict[str, object]:

@@ -26,7 +26,7 @@ from app.report.figures import Curve, RunningMean, Values
 from app.report.words import percent, short
 from app.settings.config import RunConfig
 from app.settings.out_files import check_page, put_page
-from ops.counted import counted
+from ops.counted import counted, loss_in_words
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
@@ -259,7 +259,7 @@ def _together(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int,
 
 
 def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
-    text = f"{run.name}: {counted(run.steps, 'step')} in {clock(run.seconds)}, loss {run.last_loss:.4f}"
+    text = f"{run.name}: {counted(run.steps, 'step')} in {clock(run.seconds)}, loss {loss_in_words(run.last_loss)}"
     if difference is None:
         return text
     clips = f", {difference.other_clips} of them of other clips" if difference.other_clips else ""
@@ -416,7 +416,7 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
             escape(run.name),
             f"{run.steps:,}",
             clock(run.seconds),
-            f"{run.last_loss:.4f}",
+            loss_in_words(run.last_loss),
             *([_held_out(run)] if measured else []),
             short(medians["step_s"]),
             short(medians["tokens_per_s"]),
@@ -441,4 +441,4 @@ def _held_out(run: ComparedRun) -> str:
     if (newest := run.held_out) is None:
         return "-"
     without = f", without {', '.join(map(escape, newest.no_room))}" if newest.no_room else ""
-    return f"{newest.loss:.4f} (after {counted(newest.step + 1, 'step')}{without})"
+    return f"{loss_in_words(newest.loss)} (after {counted(newest.step + 1, 'step')}{without})"

@@ -10,7 +10,7 @@ from app.drawing.svg import EventMark, Series, line_chart
 from app.report.figures import Curve
 from app.report.totals import StepTotals
 from app.report.words import percent, short
-from ops.counted import by_numbers, counted
+from ops.counted import by_numbers, counted, loss_in_words
 
 HELD_OUT_ROWS = 12  # of the newest checkpoints, beside the first
 NONE_HELD_OUT: Mapping[int, HeldOutMeasured] = {}
@@ -91,7 +91,7 @@ def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
     for step in steps:
         one = held_out[step]
         parts = [(one.by_noise if kind else one.by_bucket).get(name) for kind, name in columns]
-        cells = "".join(f"<td>{'-' if value is None else f'{value:.4f}'}</td>" for value in (one.loss, *parts))
+        cells = "".join(f"<td>{'-' if value is None else loss_in_words(value)}</td>" for value in (one.loss, *parts))
         if left_out:
             cells += f"<td>{escape(one.left_out) or '-'}</td>"
         rows.append(f"<tr><td>{step + 1:,}</td>{cells}</tr>")

@@ -23,7 +23,7 @@ from app.validation.clips import held_out_clips
 from app.validation.live import measured, why_none
 from app.validation.work import HeldOutPart
 from data.config import SourceConfig
-from ops.counted import counted
+from ops.counted import counted, loss_in_words
 from ops.typed import ConfigError
 
 
@@ -99,4 +99,4 @@ def _of_command(config: RunConfig, sources: tuple[str, ...], clips: int | None, 
 def _table(found: HeldOutMeasured) -> list[str]:
     rows = [(f"noise {name}", loss) for name, loss in found.by_noise.items()] + list(found.by_bucket.items())
     width = max(len(name) for name, _ in rows)
-    return [f"  {name:<{width}}  {loss:.4f}" for name, loss in rows]
+    return [f"  {name:<{width}}  {loss_in_words(loss)}" for name, loss in rows]

@@ -291,6 +291,19 @@ def test_runs_are_given_or_made_but_not_both(run_folder: Path, tmp_path: Path, t
     assert not trained
 
 
+def test_a_run_that_has_diverged_is_compared_in_words(run_folder: Path) -> None:
+    other = copy_of(run_folder, "other", lambda line: {**line, "loss": math.nan if line["step"] > 9 else line["loss"]})
+    with (other / "events.jsonl").open("a") as file:
+        told = HeldOutMeasured(step=19, loss=math.nan, clips=1, unread=0, by_bucket={}, by_noise={}, seconds=1.0)
+        file.write(json.dumps(told.line()) + "\n")
+    out = run_folder.parent / "c.html"
+    lines = write_comparison([run_folder, other], out)
+    assert ", loss not finite; one run alone has a loss that is a number at 20 of 30 steps" in lines[1]
+    text = out.read_text()
+    assert "<td>not finite</td><td>not finite (after 20 steps)</td>" in text
+    assert not re.search(r"\b(nan|inf)\b", text.split("</style>")[1])
+
+
 def test_a_run_without_step_times_has_no_bar(run_folder: Path) -> None:
     other = copy_of(run_folder, "other", lambda line: {**line, "step_s": math.nan, "idle_ratio": 0.25})
     runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]

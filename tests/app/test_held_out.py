@@ -28,7 +28,7 @@ from app.report.curves import held_out_html, loss_html
 from app.report.totals import StepTotals
 from app.run import launch
 from app.settings.config import RunConfig
-from app.validation.checkpoint import validate
+from app.validation.checkpoint import _table, validate
 from app.validation.clips import SEED, HeldOutClip, check_held_out, held_out_clips
 from app.validation.live import LiveHeldOut, measured
 from app.validation.work import ClipLoss, ClipLosses, HeldOutPart, HeldOutWork
@@ -636,6 +636,10 @@ def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     shown = [int(number) for number in re.findall(r"<tr><td>(\d+)</td>", held_out_html(many))]
     assert shown == [0, *range(400, 841, 40)], "the zero line stays beside the newest"
     assert held_out_html({}) == "" and "left out" not in text
+    lost = measured(39, losses_of(math.nan, 0.1), [], 1.5)
+    assert lost.describe() == "held-out loss after 40 steps: not finite (0 clips, 2 s)"
+    assert "<td>not finite</td>" in held_out_html({39: lost}) and "nan" not in held_out_html({39: lost})
+    assert _table(lost) == ["  noise 0-0.25  not finite", "  9x32x48       not finite"]
     short = replace(one, step=79, no_room={"81x720x1280": 5})
     text = held_out_html({39: one, 79: short})
     assert "<th>left out for want of memory</th>" in text and "<td>5 of 81x720x1280</td>" in text

@@ -169,6 +169,16 @@ def test_the_end_of_a_step_and_limits_are_said_beside_the_table_and_written(
     assert f"longest_first {sum(makespans) / 2 + 0.75:.3f} s per step in all" in printed
 
 
+def test_a_worker_without_work_has_no_balance_to_tell(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[0].write_text(json.dumps({"steps": [[item("a", 5)]]}))
+    arguments = ("--workload", files[0], "--profile", files[1], "--cluster", "1x4", "--strategy", "longest_first")
+    code, printed, _ = plan(monkeypatch, capsys, *arguments)
+    head, row = printed.splitlines()[1:3]
+    assert code == 0 and row[: head.index("WIR") + len("WIR")].split()[-1] == "-" and "inf" not in printed
+
+
 def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
