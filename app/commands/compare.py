@@ -39,6 +39,7 @@ def compare(
     """
     from app.report.compare import write_comparison
     from app.settings.out_files import check_page
+    from app.settings.standard_out import talk_beside
 
     folders = list(runs or [])
     words = ["heddle", "compare", *map(str, folders)]
@@ -54,9 +55,10 @@ def compare(
             "--config as well."
         )
     words += ["--peak-tflops", f"{peak_tflops:g}"] if peak_tflops else []
-    for line in write_comparison(folders, out, peak_tflops, shlex.join(words)):
-        print(line)
-    print(f"page      {out}")
+    with talk_beside(out):
+        for line in write_comparison(folders, out, peak_tflops, shlex.join(words)):
+            print(line)
+        print(f"page      {out}")
 
 
 def _trained(

@@ -66,26 +66,28 @@ def plan(
     peak is the memory of the largest cascade, planning what the step took that took longest.
     """
     from app.plan.preview import PlanRequest, run_plan
+    from app.settings.standard_out import talk_beside
 
     # What is to be said of the fits is printed beside the plan.
     logging.getLogger("actors.plan.costs.known").setLevel(logging.WARNING)
     strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
-    run_plan(
-        PlanRequest(
-            workload=workload,
-            config=config,
-            overrides=overrides or [],
-            from_data=from_data,
-            profile=profile,
-            cluster=cluster,
-            strategies=strategies,
-            budget_s=budget,
-            steps=steps,
-            seed=seed,
-            shares=shares or [],
-            codes=codes,
-        ),
-        out=json_out,
-        gantt=gantt,
-        page=page,
-    )
+    with talk_beside(json_out, page):
+        run_plan(
+            PlanRequest(
+                workload=workload,
+                config=config,
+                overrides=overrides or [],
+                from_data=from_data,
+                profile=profile,
+                cluster=cluster,
+                strategies=strategies,
+                budget_s=budget,
+                steps=steps,
+                seed=seed,
+                shares=shares or [],
+                codes=codes,
+            ),
+            out=json_out,
+            gantt=gantt,
+            page=page,
+        )

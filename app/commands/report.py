@@ -19,6 +19,7 @@ def report(
     from app.records.rundir import RunDir
     from app.records.timeline import StepRange, write_timeline
     from app.report.page import write_report
+    from app.settings.standard_out import talk_beside
 
     folder = RunDir.open(run)
     try:
@@ -29,5 +30,6 @@ def report(
         if out is None or steps:
             raise
         said = f"note: {folder}/timeline.json cannot be written ({error.strerror or error})."
-    print(f"report    {write_report(folder, out)}")
-    print(said)
+    with talk_beside(out):
+        print(f"report    {write_report(folder, out)}")
+        print(said)

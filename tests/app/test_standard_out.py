@@ -1,0 +1,50 @@
+"""What a command writes to /dev/stdout another program reads: nothing is said in it, and nothing before it lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from app.settings.standard_out import is_stdout
+from tests.app.test_plan import PROFILE, WORKLOAD
+
+
+def heddle(*words: object, stdout: IO[bytes] | int) -> subprocess.CompletedProcess[bytes]:
+    code = "from app.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=300, check=True)
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"], ids=[">", ">>"])
+def test_a_plan_on_stdout_is_json_alone_and_ends_no_log(tmp_path: Path, mode: str) -> None:
+    profile, workload, log = tmp_path / "p.json", tmp_path / "w.json", tmp_path / "log"
+    profile.write_text(json.dumps(PROFILE))
+    workload.write_text(json.dumps(WORKLOAD))
+    log.write_text("earlier\n")
+    words = ("plan", "--workload", workload, "--profile", profile, "--cluster", "1x2", "--strategy", "static")
+    with log.open(mode) as stream:
+        done = heddle(*words, "--json", "/dev/stdout", stdout=stream)
+    text = log.read_text()
+    if mode == "ab":
+        assert text.startswith("earlier\n")
+        text = text.removeprefix("earlier\n")
+    assert json.loads(text)["strategy"] == "static"
+    assert b"5 items in 2 steps on 2 workers" in done.stderr and b"json      /dev/stdout" in done.stderr
+    said = heddle(*words, "--json", tmp_path / "o.json", stdout=subprocess.PIPE)
+    assert b"5 items in 2 steps on 2 workers" in said.stdout and not said.stderr
+
+
+def test_a_report_in_a_pipe_ends_with_the_page(run_folder: Path) -> None:
+    done = heddle("report", run_folder, "--out", "/dev/stdout", stdout=subprocess.PIPE)
+    page = done.stdout.decode()
+    assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+    assert b"report    /dev/stdout" in done.stderr and b"timeline  " in done.stderr
+
+
+def test_a_file_that_is_not_there_is_not_stdout(tmp_path: Path) -> None:
+    assert not is_stdout(None) and not is_stdout(tmp_path / "page.html") and not is_stdout(tmp_path)
