@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from app.commands.options import Overrides
+from ops.typed import ConfigError
 
 
 def check(
@@ -26,6 +27,8 @@ def check(
     from app.run.borrowed_ray import borrowed_ray
     from app.settings.config import RunConfig, from_here
 
+    if overrides and config is None:
+        raise ConfigError("--set is for --config: without one no run is looked at. Give --config RUN.yaml as well.")
     run = None if config is None else from_here(RunConfig.load(config, overrides or []))
     with borrowed_ray(cluster, cpus=1):
         code = run_check(run, as_json=as_json)

@@ -235,14 +235,22 @@ def convert(
 @app.command()
 def synth(
     folder: Annotated[Path, typer.Argument(help="Folder to make.")],
-    clips: Annotated[int | None, typer.Option(help="Video clips.", min=0)] = None,
-    images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
-    shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
+    clips: Annotated[int | None, typer.Option(help="Video clips; default: 240.", min=0)] = None,
+    images: Annotated[int | None, typer.Option(help="Still images; default: 40.", min=0)] = None,
+    shards: Annotated[int | None, typer.Option(help="Shards; default: 4.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Another one, other shapes.")] = 0,
     sizes: Annotated[
-        list[str] | None, typer.Option("--size", metavar="HxW", help="Height and width, e.g. 480x832. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--size",
+            metavar="HxW",
+            help="Height and width, e.g. 480x832. Repeatable; default: 64x96, 96x64, 80x80, 96x144 and 144x96.",
+        ),
     ] = None,
-    frames: Annotated[list[int] | None, typer.Option(help="Frames of a clip. Repeatable.", min=2)] = None,
+    frames: Annotated[
+        list[int] | None,
+        typer.Option(help="Frames of a clip. Repeatable; default: 9, 17, 21 and 33.", min=2),
+    ] = None,
     koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True,
 ) -> None:
     """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table. Each clip has one of the sizes,

@@ -10,6 +10,7 @@ import typer
 
 from actors.plan.registry import STRATEGIES
 from app.commands.options import Overrides
+from ops.typed import ConfigError
 
 
 def plan(
@@ -32,9 +33,19 @@ def plan(
         ),
     ] = "",
     compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",
-    budget: Annotated[float | None, typer.Option("--budget", help="Planning seconds per step.", min=0)] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            help="Planning seconds per step; default: planner.budget_s, of a workload 0.2, or 1 where it has several "
+            "steps.",
+            min=0,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="With --config: steps planned; default 8.", show_default=False, min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="With --config: seed of the drawn buckets.", min=0)] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="With --config: seed of the drawn buckets; default: 0.", min=0)
+    ] = None,
     shares: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +81,8 @@ def plan(
 
     # What is to be said of the fits is printed beside the plan.
     logging.getLogger("actors.plan.costs.known").setLevel(logging.WARNING)
+    if strategy and compare:
+        raise ConfigError(f"--strategy is for one plan; name {strategy} in --compare and leave --strategy out.")
     strategies = [name.strip() for name in compare.split(",") if name.strip()] or [strategy] * bool(strategy)
     with talk_beside(json_out, page):
         run_plan(

@@ -25,7 +25,12 @@ def profile(
     write: Annotated[bool, typer.Option("--write", help="Put the limits of batches into the config.")] = False,
     degrees: Annotated[str, typer.Option(help="Degrees of the DiT, 1,2,4; empty: all that this machine can run.")] = "",
     minutes: Annotated[
-        float, typer.Option(help="Only so long, the most informative points first.", min=0.0, show_default=False)
+        float,
+        typer.Option(
+            help="Only so long, the most informative points first; default: 0, which measures all.",
+            min=0.0,
+            show_default=False,
+        ),
     ] = 0.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure also what --out has already.")] = False,
     cluster: Annotated[

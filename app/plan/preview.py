@@ -67,7 +67,7 @@ class PlanRequest:
     strategies: Sequence[str]  # none: the config's, cascade for a workload
     budget_s: float | None
     steps: int
-    seed: int
+    seed: int | None  # of buckets drawn from a config; None: 0
     shares: Sequence[str] = ()
     codes: str = ""  # KnapFormer's, instead of buckets of the config
 
@@ -82,6 +82,8 @@ class PlanRequest:
             raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
         if self.codes and (self.workload is not None or self.from_data or self.shares):
             raise ConfigError("--codes makes a workload for the model of --config; leave out what else makes one.")
+        if self.seed is not None and self.from_data:
+            raise ConfigError("--seed is for buckets drawn from --config; real data is drawn by train.seed of the run.")
         if self.budget_s is not None and not 0 <= self.budget_s <= SECONDS:
             raise ConfigError(f"--budget {self.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
 
@@ -166,7 +168,11 @@ def _from_workload(request: PlanRequest) -> PlanInputs:
         raise ConfigError("--workload needs --profile P.json: the latencies to plan with.")
     if request.from_data:
         raise ConfigError("--from-data takes its items from --config; leave --workload out.")
-    for option, given in (("--set", request.overrides), ("--steps", request.steps)):
+    for option, given in (
+        ("--set", request.overrides),
+        ("--steps", request.steps),
+        ("--seed", request.seed is not None),
+    ):
         if given:
             raise ConfigError(f"{option} is for --config, and a workload has its own steps; leave {option} out.")
     workload = read_workload(request.workload)
@@ -209,7 +215,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     steps: PlannedSteps
     found = None
     if request.codes:
-        coded = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
+        coded = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed or 0, geometry)
         cached = from_cache(config.data.cache)
         steps = tuple(tuple(replace(item, cached=cached) for item in items) for items in coded)
     elif request.from_data:
@@ -223,7 +229,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     else:
         batches = batches_of(config, geometry, profile)
         print_buckets(batches, config, geometry)
-        steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed, request.shares)
+        steps = items_from_buckets(config, model, batches, request.steps or 8, request.seed or 0, request.shares)
         experts = ExpertDraw.of(model.dit, config.train, geometry)
         steps = tuple(experts.routed(number, items) for number, items in enumerate(steps))
     shared, sharing = with_shared_cores(cluster, config)

@@ -363,6 +363,20 @@ def test_synth_makes_clips_of_the_sizes_and_lengths_that_are_wanted(tmp_path: Pa
     assert f"00000..00000}}.tar ({size / 2**20:.1f} MiB)" in answer.output, "without the table's copies of the clips"
 
 
+def test_the_help_of_synth_has_the_defaults_of_the_demo_set() -> None:
+    told, base = " ".join(run("synth", "--help").split()), SynthConfig()
+    *sizes, last = (f"{height}x{width}" for height, width in base.sizes)
+    *lengths, longest = map(str, base.frames)
+    for shown in (
+        f"Video clips; default: {base.clips}.",
+        f"Still images; default: {base.images}.",
+        f"Shards; default: {base.shards}.",
+        f"default: {', '.join(sizes)} and {last}.",
+        f"default: {', '.join(lengths)} and {longest}.",
+    ):
+        assert shown in told
+
+
 @pytest.mark.parametrize("size", ["480", "480p", "0x832", "480x", "81x480x832"])
 def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
     answer = RUNNER.invoke(app, ["synth", str(tmp_path / "set"), "--size", size])

@@ -55,6 +55,18 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-steps-of-a-workload": ([*PLAN, "--cluster", "2x8", "--steps", "3"], 2, "--steps is for --config"),
     "plan-gantt-text": ([*PLAN, "--cluster", "2x8", "--gantt", "a.txt"], 2, "give a file that ends in .png"),
     "lint-caption-of-a-config": (["data", "lint", "--config", DEMO, "--caption", "txt"], 2, "--caption is for PATH"),
+    "plan-seed-of-a-workload": ([*PLAN, "--cluster", "2x8", "--seed", "0"], 2, "--seed is for --config"),
+    "plan-seed-of-data": (
+        ["plan", "--config", DEMO, "--from-data", "--seed", "1"],
+        2,
+        "--seed is for buckets drawn from --config; real data is drawn by train.seed of the run.",
+    ),
+    "plan-strategy-beside-compare": (
+        [*PLAN, "--cluster", "2x8", "--strategy", "static", "--compare", "flexsp,cascade"],
+        2,
+        "name static in --compare and leave --strategy out",
+    ),
+    "check-set-without-a-run": (["check", "--set", "run.dir=elsewhere"], 2, "--set is for --config"),
     "index-set-of-a-path": (["data", "index", ".", "--set", "data.fps=16"], 2, "--set is for --config"),
     "plan-missing-workload": (["plan", "--workload", "no.json", "--profile", H100], 2, "no.json does not exist"),
     "plan-workload-folder": (["plan", "--workload", ".", "--profile", H100], 2, "workload . "),
