@@ -18,8 +18,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ from ops.models.experts import parts_of, transformers
 from ops.models.families import FAMILIES
 from ops.models.files import STEM, read_json
 from ops.models.folders import component, dit_json, resolve
-from ops.models.load import build_dit, dit_skeleton, kept_weights
+from ops.models.load import build_dit, dit_skeleton, kept_weights, num_trained
 from ops.models.lora import A, B, M, lora_scale, merged
 from ops.models.lora_files import write_factors
 from ops.models.weights import check_state, is_lora, write_folder
@@ -75,7 +76,9 @@ def run(
 ) -> ExportResult:
     """Body of the command: export, compare, print what was done."""
     _quiet()
-    exported = export(checkpoint, to, base=base, dtype=dtype, ema=ema, lora_only=lora_only)
+    exported = export(
+        checkpoint, to, base=base, dtype=dtype, ema=ema, lora_only=lora_only, tell=partial(print, flush=True)
+    )
     for name, origin in exported.components.items():
         print(f"{name:24} {origin}")
     for note in exported.notes:
@@ -102,9 +105,11 @@ def export(
     ema: bool = True,
     lora_only: bool = False,
     room_bytes: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> ExportResult:
-    """Write and verify the folder `to`. Raises ConfigError for wrong requests and where this host has too little memory
-    (`room_bytes`, by default what it can spare), CheckpointError or ValueError when a comparison fails."""
+    """Write and verify the folder `to`; `tell` gets a line before the work begins. Raises ConfigError for wrong
+    requests and where this host has too little memory (`room_bytes`, by default what it can spare), CheckpointError or
+    ValueError when a comparison fails."""
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
     check_free(to)
@@ -124,12 +129,20 @@ def export(
     config = replace(config, model=resolve(config.model)[0])
     if not lora_only:
         check_memory(config.model.dit, node_room() if room_bytes is None else room_bytes)
+    tell(f"exporting {_in_words(config.model.dit, lora_only)} of {folder} as {dtype}, then comparing")
     with whole_folder(to, last=_INDEX) as work:
         if lora_only:
             exported = _factors_alone(work, folder, config, _DTYPES[dtype], ema)
         else:
             exported = _fill(work, folder, config, base, _DTYPES[dtype], ema)
     return replace(exported, folder=to)
+
+
+def _in_words(dit: DiTConfig, lora_only: bool) -> str:
+    """What is written of a transformer, and how much."""
+    if lora_only:
+        return f"{num_trained(dit) / 1e6:,.1f} M weights of factors"
+    return f"{num_trained(replace(dit.without_lora(), train_only=())) / 1e6:,.1f} M weights"
 
 
 def _size(folder: Path) -> str:

@@ -52,7 +52,10 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         )
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another --to.")
-    expected, stored = {**dit_skeleton(dit).state_dict(), **kept_skeleton(dit)}, read_whole(file)
+    expected = {**dit_skeleton(dit).state_dict(), **kept_skeleton(dit)}
+    count = sum(weight.numel() for weight in expected.values())
+    print(f"converting {count / 1e6:,.1f} M weights of {file} into {folder}", flush=True)
+    stored = read_whole(file)
     if are_diffusers := expected.keys() <= stored.keys():
         state = {name: stored[name] for name in expected}
     else:

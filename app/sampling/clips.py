@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ from app.settings.config import RunConfig
 from app.settings.prompt_line import PromptLine, about_prompt, named
 from ops.comm.collectives import Group
 from ops.config import ForcingSchedule
+from ops.counted import counted
 from ops.flow.forced_sampling import sample_forced
 from ops.flow.forcing import forwards
 from ops.flow.noise import NoiseKey
@@ -321,14 +324,20 @@ def groups_of(
 
 
 def clips_of(
-    saved: SavedModel, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray | None] = ()
+    saved: SavedModel,
+    prompts: Sequence[str],
+    settings: ClipSettings,
+    first: Sequence[np.ndarray | None] = (),
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(number of a prompt, its clip, uint8 [T, H, W, 3]) as they are made, from the `first_frames` where the
     transformer takes them; what a prompt's line says instead of `settings` counts for its clip. Prompts are encoded
-    once, before the transformer is there."""
+    once, before the transformer is there. `tell` gets a line where others are left of those that are made together,
+    which are files by then."""
     groups = groups_of(prompts, settings, first)
     told = saved.encode_each([(group.texts, group.settings.negative_prompt, group.first) for group in groups])
     model = saved.load()
+    begin, count = time.monotonic(), 0
     for group, rows in zip(groups, told, strict=True):
         size = batch_limit(group.settings, model.geometry)
         for start in range(0, len(group.numbers), size):
@@ -336,6 +345,14 @@ def clips_of(
             encoded = replace(rows, prompts=rows.prompts[batch])
             made = make_clips(model, encoded, group.settings, group.first[batch], seeds=group.seeds[batch])
             yield from zip(group.numbers[batch], made, strict=True)
+            count += len(made)
+            if count < len(prompts):
+                tell(clips_left(count, len(prompts), (time.monotonic() - begin) / count))
+
+
+def clips_left(done: int, count: int, seconds_each: float) -> str:
+    """'3/40 clips, 0:12:20 left'."""
+    return f"{done}/{counted(count, 'clip')}, {timedelta(seconds=round(seconds_each * (count - done)))} left"
 
 
 def make_clips(

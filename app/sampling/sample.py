@@ -38,6 +38,7 @@ from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
 from ops.config import TIMES
+from ops.counted import counted, first_of
 from ops.geometry import Geometry
 from ops.models.added_lora import LoraFile
 from ops.ranges import SEED, above, between
@@ -96,7 +97,8 @@ def run(
     for note in prompt_notes(prompts, config.model.text, rule, settings.negative_prompt):
         print(f"note: {note}")
     if crew is None:
-        files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)
+        _say(f"making    {_in_words(prompts, settings)}")
+        files = write_clips(out, clips_of(saved, prompts, settings, first, _say), prompts, settings.fps)
     else:
         order = ClipOrder(
             checkpoint=(saved.trained or checkpoint).resolve(),
@@ -112,6 +114,17 @@ def run(
         files = crew(order)
     print(*files, sep="\n")
     return files
+
+
+def _say(text: str) -> None:
+    """Now, also into a log: a clip takes minutes."""
+    print(text, flush=True)
+
+
+def _in_words(prompts: Sequence[str], settings: ClipSettings) -> str:
+    """How many clips of which frames, heights and widths."""
+    sizes = dict.fromkeys(f"{own.frames}x{own.height}x{own.width}" for own in settings.of_each(prompts))
+    return f"{counted(len(prompts), 'clip')} of {first_of(list(sizes))}"
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from actors.refs import Ref
 from app.drawing.video import SHEET_CLIPS, contact_sheet, read_mp4, sheet_frames
 from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWorker, ClipWorkerHandle, MadeClip
-from app.sampling.clips import ClipSettings, clip_files, record_file
+from app.sampling.clips import ClipSettings, clip_files, clips_left, record_file
 from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, check_deaths, line_of
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompt_queue import MAX_LOSSES, ClipRecord, PromptQueue
@@ -82,8 +81,7 @@ def spread(
             if index < SHEET_CLIPS:
                 shown[index] = clip.shown
         made = len(done) - len(finished)
-        left = (time.monotonic() - begin) / made * (len(prompts) - len(done))
-        tell(f"{len(done)}/{counted(len(prompts), 'clip')}, {timedelta(seconds=round(left))} left")
+        tell(clips_left(len(done), len(prompts), (time.monotonic() - begin) / made))
 
     if queue.unfinished:
         if queue.unfinished < workers and not together:

@@ -49,6 +49,8 @@ def validate(
     if not settings.validation.sources:
         raise ConfigError("the run has no validation.sources: give --source, the path of clips that it did not train.")
     chosen = held_out_clips(settings, saved.geometry)
+    levels = counted(settings.validation.draws, "noise level")
+    print(f"measuring {counted(len(chosen), 'held-out clip')} at {levels} each", flush=True)
     began, modules = time.monotonic(), saved.modules()
     work = HeldOutPart(
         train=settings.train,

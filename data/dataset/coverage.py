@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +19,11 @@ from data.errors import DataError
 from data.in_words import LIST_ALL, EpochForecast, dropped_sentence, reasons_in_words
 from data.ledger import Ledger
 from data.types import Bucket
+from ops.counted import counted
 
+log = logging.getLogger(__name__)
+
+LINE_S = 30.0  # between two lines of an account: it takes an hour of 100 million samples
 NAMED = 1000  # dropped samples that are listed by name
 PATIENCE = 5  # epochs after which a sample counts as never trained
 
@@ -73,16 +79,17 @@ class Accounting:
         )
 
 
-def account(dataset: Dataset, steps: int | None = None, run_steps: int = 0) -> Accounting:
+def account(dataset: Dataset, steps: int | None = None, run_steps: int = 0, line_s: float = LINE_S) -> Accounting:
     """Where every sample goes: per bucket, trained, repeated, dropped and why. Runs the order of draws alone, about
     30 000 samples/s; without `steps` until every admitted sample is trained, 5 epochs of draws are over, or the run's
-    own `run_steps`, if that is given."""
+    own `run_steps`, if that is given. Logs every `line_s` how far it is."""
     planner, state = dataset.planner, dataset.planner.start()
     times = [np.zeros(len(code), np.int32) for code in dataset.curriculum.codes]
     drawn_rows = [np.zeros(len(code), bool) for code in dataset.curriculum.codes]
     draws, items, short, rows = Counter[Bucket](), Counter[Bucket](), Counter[Bucket](), Counter[Bucket]()
     planned = dataset.ledger.planned
     last = run_steps or math.inf
+    said = time.monotonic()
 
     def goes_on() -> bool:
         if steps is not None:
@@ -90,6 +97,14 @@ def account(dataset: Dataset, steps: int | None = None, run_steps: int = 0) -> A
         return rows.total() < planned and state.drawn < PATIENCE * planned and state.step < last
 
     while goes_on():
+        if time.monotonic() - said >= line_s:
+            said = time.monotonic()
+            log.info(
+                "account of the data: %s of %s samples are trained within %s",
+                f"{rows.total():,}",
+                f"{planned:,}",
+                counted(state.step, "step"),
+            )
         micros = planner.advance(state)  # may enter the next segment
         batch = planner.stages[state.stage].batch
         for micro in micros:

@@ -246,7 +246,10 @@ def test_an_exported_folder_has_the_held_out_loss_of_its_checkpoint_and_no_step(
     held_out = (str(tmp_path / "data" / "shards" / "00000.tar"),)
     first, second = (validate(path, held_out, draws=2, device="cpu") for path in (run, tmp_path / "out"))
     assert second.loss == pytest.approx(first.loss, rel=1e-4) and second.clips == first.clips
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss")]
+    said = capsys.readouterr().out.splitlines()
+    begun = [line for line in said if re.fullmatch(r"measuring \d held-out clips? at 2 noise levels each", line)]
+    told = [line for line in said if line.startswith("held-out loss")]
+    assert len(begun) == 2 and said.index(begun[0]) < said.index(told[0])
     assert told[0] == first.describe() and told[1].startswith(f"held-out loss of {tmp_path / 'out'}: "), told
 
 
@@ -285,14 +288,17 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
     [({}, "float32"), ({"lora_dora": True}, "bfloat16"), ({"lora_targets": ("to_q", "ffn.*")}, "float16")],
 )
 def test_lora_only_writes_the_files_of_a_whole_export_and_no_other(
-    settings: dict[str, Any], dtype: str, tmp_path: Path
+    settings: dict[str, Any], dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = publish(tmp_path / "base")
     run = write_checkpoint(tmp_path / "run", pipeline_run(base, lora_rank=2, lora_alpha=4.0, **settings))
     export.export(run, tmp_path / "whole", dtype=dtype)
     weights = base / "transformer" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:64])  # nothing of them is read
+    assert "exporting" not in capsys.readouterr().out  # the command alone talks
     alone = export.run(run, tmp_path / "alone", dtype=dtype, lora_only=True, ema=True)
+    begun = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exporting "))
+    assert begun.startswith("exporting 0.0 M weights of factors of ") and begun.endswith(f" as {dtype}, then comparing")
     names = {"pytorch_lora_weights.safetensors"}
     names |= set() if settings.get("lora_dora") else {"comfyui_lora_weights.safetensors"}
     assert {file.name for file in (tmp_path / "alone").iterdir()} == names == set(alone.components)

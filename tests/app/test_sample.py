@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -134,7 +135,9 @@ def test_several_prompts_make_numbered_clips_and_one_sheet(tmp_path: Path) -> No
     assert Image.open(files[2]).size[0] > 2 * 24
 
 
-def test_a_clip_is_a_file_before_the_next_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_is_a_file_and_is_told_before_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_checkpoint(tmp_path, tiny_run())
     whole, sampled = clips.sample_latents, list[SampleRequest]()
 
@@ -149,6 +152,10 @@ def test_a_clip_is_a_file_before_the_next_one_is_made(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, ["a", "b --f 9", "c", "d"], tmp_path / "out" / "x.mp4", changes=ClipChanges(steps=1))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["x-00.mp4", "x-02.mp4", "x-03.mp4"]
+    begun, *lines = capsys.readouterr().out.splitlines()
+    assert begun == "making    4 clips of 5x16x24, 9x16x24"
+    left = [re.fullmatch(r"(\d)/4 clips, 0:\d\d:\d\d left", line) for line in lines]
+    assert [found and found[1] for found in left] == ["1", "2", "3"]
 
 
 def test_clips_are_of_the_checkpoint_that_names_them_while_a_run_writes_others(

@@ -1,4 +1,5 @@
 import json
+import re
 import tarfile
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -158,8 +159,10 @@ def test_a_number_of_starts_that_says_nothing_is_refused(clips: Path, number: in
         config(clips, start_frame=number)
 
 
-def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> None:
+def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = dataset(clips, buckets=BucketsConfig(table=("1x64x96", "17x64x96")))
+    caplog.clear()
+    caplog.set_level("INFO", "data.dataset.coverage")
     found = account(data)
     assert found.indexed == 60
     assert found.indexed == found.planned + sum(found.rejected.values())
@@ -168,7 +171,10 @@ def test_the_account_adds_up_and_covers_every_admitted_sample(clips: Path) -> No
     assert all("17x64x96" in dropped.why or "1x64x96" in dropped.why for dropped in found.dropped)
     assert all(dropped.why.startswith(f"{dropped.reason}: ") for dropped in found.dropped), "named as it is counted"
     assert sum(bucket.samples for bucket in found.buckets) == found.trained
-    short = account(data, steps=2)
+    assert not caplog.records  # it took less than half a minute
+    short = account(data, steps=2, line_s=0.0)
+    told = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"account of the data: \d+ of \d+ samples are trained within 1 step", told[-1])
     assert short.planned == short.trained + short.waiting + short.not_reached + short.passed_over
     assert short.draws == sum(item.batch for index in range(2) for item in data.step(index).items)
 
