@@ -114,20 +114,20 @@ class SampleOrder:
         ends = (number for number, stage in enumerate(self.stages) if not stage.until_step or step < stage.until_step)
         return next(ends, len(self.stages) - 1)
 
-    def _regroup(self, state: OrderState, stage: Stage) -> None:
+    def _regroup(self, state: OrderState) -> None:
         """Rows that wait come into batches of the sizes that hold from now on; their order and buckets stay."""
         waiting = [(draw, micro.bucket) for micro in state.ready for draw in micro.draws]
         waiting += [(draw, bucket) for bucket, queue in state.queues.items() for draw in queue]
         state.queues, state.ready = {}, []
         for draw, bucket in sorted(waiting, key=lambda pair: pair[0].number):
-            self._enqueue(state, stage, bucket, draw)
+            self._enqueue(state, bucket, draw)
 
     def advance(self, state: OrderState) -> list[BatchDraw]:
         """The micro-batches of `state.step`; moves the state to the next step."""
         self._enter_stage(state)
         at = bisect_left(self.resized, state.step, key=_from_step)
         if at < len(self.resized) and self.resized[at].from_step == state.step:
-            self._regroup(state, self.stages[state.stage])
+            self._regroup(state)
         stage = self.stages[state.stage]
         while len(state.ready) < stage.items_per_step:
             self._draw(state, stage)
@@ -141,7 +141,7 @@ class SampleOrder:
         if state.mark_is_due:
             state.marks = [*state.marks[1 - MARKS_KEPT :], SourceMark.of(state)]
         draw, bucket = self._next_draw(state, stage)
-        self._enqueue(state, stage, bucket, draw)
+        self._enqueue(state, bucket, draw)
         self._emit_overdue(state, stage)
 
     def _next_draw(self, state: OrderState, stage: Stage) -> tuple[SampleDraw, Bucket]:
@@ -179,7 +179,7 @@ class SampleOrder:
 
     # batching
 
-    def _enqueue(self, state: OrderState, stage: Stage, bucket: Bucket, draw: SampleDraw) -> None:
+    def _enqueue(self, state: OrderState, bucket: Bucket, draw: SampleDraw) -> None:
         queue = state.queues.setdefault(bucket, [])
         queue.append(draw)
         if len(queue) >= self.sizes(state)[bucket]:
@@ -212,7 +212,7 @@ class SampleOrder:
             if bucket is None:
                 state.passed += 1
             else:
-                self._enqueue(state, stage, bucket, draw)
+                self._enqueue(state, bucket, draw)
         self._enter_stage(state)
 
     # position

@@ -53,7 +53,7 @@ def knapsack_step(problem: Problem, step: int, rule: Rule = assign, *, cut: bool
     order: list[Cascade] = []
     offset = 0
     for replica in range(replicas):
-        bags = _bags(problem, sizes, offset)
+        bags = _bags(sizes, offset)
         offset += sum(sizes)
         for bag, members in enumerate(bags):
             mine = [unit for unit, where in zip(units, found) if where == replica * len(sizes) + bag]
@@ -204,7 +204,7 @@ def _balance(prices: UnitPrices, units: Sequence[Unit], sizes: Sequence[int], ru
     return replace(found, load=tuple(load))
 
 
-def _bags(problem: Problem, sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:
+def _bags(sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:
     """Workers of every bag: larger bags first, so that they stay within nodes."""
     bags: dict[int, tuple[int, ...]] = {}
     for bag in sorted(range(len(sizes)), key=lambda b: (-sizes[b], b)):

@@ -145,7 +145,7 @@ class MdsReader:
             try:
                 held = ShardBytes(file, shard)
                 columns, offsets = _header(held)
-                named = _media_column(columns, part.uri)
+                named = _media_column(columns)
             except UnreadableShard as error:
                 writer.fault(Fault(Reason.GARBAGE_HEADER, part.uri, "", None, str(error)[:400]))
                 return
@@ -274,7 +274,7 @@ def _header(held: ShardBytes) -> tuple[list[MdsColumn], list[int]]:
     return columns, offsets.tolist()
 
 
-def _media_column(columns: list[MdsColumn], uri: str) -> str:
+def _media_column(columns: list[MdsColumn]) -> str:
     """The column with the clips: the only one that can hold them, else the first with a usual name."""
     found = [column.name for column in columns if column.encoding.partition(":")[0] in MEDIA_ENCODINGS]
     usual = [name for name in (*MEDIA_COLUMNS, *sorted(media.MEDIA_SUFFIXES)) if name in found]
