@@ -31,7 +31,7 @@ from data.dynamic_range import check_transfer
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import CONTAINERS, CropBox, square_width
-from data.storage import ByteRange, ReadFile, is_local, kept_open, open_file, read_range
+from data.storage import ByteRange, ReadFile, is_local, kept_open, read_range
 from data.types import Batch, Clip, DecodeJob
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def decode_clip(clip: Clip, job: DecodeJob, into: np.ndarray | None = None) -> n
 def _open_media(clip: Clip, job: DecodeJob) -> ReadFile:
     """The clip's file. Its size is compared with the index and its time is not: nodes may have copies of their own."""
     try:
-        file = open_file(clip.media, job.limits.retries)
+        file = ReadFile(clip.media, job.limits.retries)
     except FileNotFoundError as error:
         raise _gone(clip.media, clip) from error
     if clip.file_size and file.size != clip.file_size:

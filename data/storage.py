@@ -388,10 +388,6 @@ class ByteRange(io.RawIOBase):
         return data
 
 
-def open_file(uri: str, retries: int = 4) -> ReadFile:
-    return ReadFile(uri, retries)
-
-
 def read_range(uri: str, offset: int, size: int, retries: int = 4) -> bytes:
     """Bytes [offset, offset + size) of a file; size -1 means to its end."""
     with ReadFile(uri, retries) as file:

@@ -14,7 +14,7 @@ from data.errors import DataIOError
 from data.ledger import Reason
 from data.readers.ahead import AT_ONCE
 from data.readers.registry import guess_kind
-from data.storage import ByteRange, list_files, open_file, read_range, stat
+from data.storage import ByteRange, ReadFile, list_files, read_range, stat
 from data.types import Bucket, DecodeJob
 from tests.data.making import clip, good, index_of, shard
 from tests.data.object_store import ObjectStore, object_store
@@ -206,7 +206,7 @@ def test_credentials_that_are_refused_are_named_as_the_cause(store: ObjectStore,
 
 def test_a_file_that_is_read_on_takes_ever_fewer_requests_and_a_jump_begins_anew(store: ObjectStore) -> None:
     store.objects["set/table.csv"] = bytes(range(256)) * (20 << 12)
-    with open_file("s3://set/table.csv") as file:
+    with ReadFile("s3://set/table.csv") as file:
         stream = ByteRange(file)
         found = b"".join(iter(lambda: stream.read(50_000), b""))
         assert found == store.objects["set/table.csv"]
