@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import math
-import statistics
 import tokenize
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from app.bench.markdown import markdown_table
 from app.bench.tree import SERVICES, TreeLook
@@ -168,7 +168,7 @@ def cells_of(
                 f"{median(r.step_s for r in runs):.2f}",
                 f"{median(r.samples_per_s for r in runs):.2f}",
                 f"{median(r.samples_per_cpu_s for r in runs):.2f}",
-                f"{statistics.median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
+                f"{median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
                 f"{median(r.cpu_s for r in runs):.2f}",
                 f"{median(r.trained_s for r in runs):.2f}",
                 f"{median(sum(r.roles_s.get(role, 0.0) for role in SERVICES) for r in runs):.2f}",
@@ -206,7 +206,3 @@ def agree(rounds: Mapping[str, Sequence[PeerFigures]], reference: str) -> bool:
 def ratios_of(runs: Sequence[PeerFigures], reference: Sequence[PeerFigures]) -> list[float]:
     """Clips per CPU-second beside those of the reference, round by round."""
     return [own.samples_per_cpu_s / other.samples_per_cpu_s for own, other in zip(runs, reference, strict=True)]
-
-
-def median(values: Iterable[float]) -> float:
-    return statistics.median(values)

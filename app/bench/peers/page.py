@@ -4,9 +4,10 @@ costs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from app.bench.page import BLUE, GREY, document, folded, legend, section, tiles
-from app.bench.peers.figures import PeerFigures, agree, cells_of, median, ratios_of
+from app.bench.peers.figures import PeerFigures, agree, cells_of, ratios_of
 from app.drawing.svg import BarRow, bars
 
 LEAD = (
