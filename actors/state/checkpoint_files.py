@@ -37,6 +37,7 @@ from ops.listing import names_in
 from ops.models.config import ModelConfig
 from ops.passing import UNREACHABLE
 from ops.shards import Distance, ShardState, Slot, cut, missing
+from ops.units import GIB
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -453,7 +454,7 @@ def check_free_space(root: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise CheckpointError(
-            f"a checkpoint needs {needed / 2**30:.2f} GiB and {place} has {free / 2**30:.2f} GiB free; make room, "
+            f"a checkpoint needs {needed / GIB:.2f} GiB and {place} has {free / GIB:.2f} GiB free; make room, "
             f"choose another run.dir, or keep fewer with checkpoint.keep_last."
         )
 

@@ -16,6 +16,7 @@ from actors.messages import WorkerInfo
 from actors.plan.types import PlanError
 from actors.state.pulling import AHEAD, PIECE
 from ops.counted import counted
+from ops.units import GIB
 from ops.update.state_memory import TURNS
 
 _COPYING = 2  # shards that a keeper copies at a time
@@ -98,7 +99,7 @@ def store_gib(
     state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig, *, here: int, workers: int, nodes: int
 ) -> float:
     """GiB in the object store of a node at a time: pieces of shards that others copy, and of those that it copies."""
-    piece = min(state_gib / workers, PIECE * bytes_per_weight / 2**30)
+    piece = min(state_gib / workers, PIECE * bytes_per_weight / GIB)
     return AHEAD * piece * (here * _copies(snapshot, nodes) + _COPYING) if _copies(snapshot, nodes) else 0.0
 
 
@@ -190,7 +191,7 @@ def refuse_short_stores(
 
 def _with_room(gib: float) -> int:
     """Bytes for Ray, a quarter more than is needed: decoded clips and results lie there too."""
-    return math.ceil(1.25 * gib * 2**30)
+    return math.ceil(1.25 * gib * GIB)
 
 
 def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:

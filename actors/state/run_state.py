@@ -47,6 +47,7 @@ from data.errors import DataError, DataIOError
 from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.shards import bytes_per_weight
+from ops.units import GIB
 
 log = logging.getLogger(__name__)
 
@@ -528,9 +529,9 @@ class RunState:
             if room < held:
                 log.warning(
                     "keepers take %.1f GiB on %s, which can spare %.1f GiB: add nodes or memory%s",
-                    held / 2**30,
+                    held / GIB,
                     host,
-                    room / 2**30,
+                    room / GIB,
                     ", lower snapshot.copies, or set snapshot.enabled: false" if enabled else "",
                 )
                 self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20, enabled=enabled))

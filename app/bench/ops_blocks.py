@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from app.bench.timing import Timing, measure, peak_bytes
 from ops.diffusers_swap.fuse import fuse
+from ops.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def compare_block(
         for variant, module in (("eager", block), ("fused", fused)):
             call = _training_call(module, inputs, checkpointing)
             peak = peak_bytes(call, device)
-            timing = measure(_always(call), 2**30, device, repeats)  # one buffer set: a block's tensors pass the L2
+            timing = measure(_always(call), GIB, device, repeats)  # one buffer set: a block's tensors pass the L2
             results.append(
                 BlockResult(
                     block=name,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ops.environment import software
 from ops.listing import paths_below
+from ops.units import GIB
 
 _PRODUCTS_S = 1.0  # of bf16 products on each GPU
 _TALK_S = 60.0  # that members of a sum wait for each other
@@ -79,8 +80,8 @@ def node_facts(node: str, paths: RunPaths, store_gib: float | None) -> NodeFacts
         host=socket.gethostname(),
         software=software(),
         cores=usable_cores(),
-        room_gib=node_room() / 2**30,
-        shared_gib=None if shared is None else shared / 2**30,
+        room_gib=node_room() / GIB,
+        shared_gib=None if shared is None else shared / GIB,
         store_gib=store_gib,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         hidden=hidden(paths),
@@ -157,13 +158,13 @@ def gpu_facts(index: str) -> GpuFacts:
     try:
         tflops = matmul_tflops(torch.device("cuda", 0), torch.bfloat16, _PRODUCTS_S)
     except RuntimeError as error:
-        room = f"{free / 2**30:.1f} of its {total / 2**30:.1f} GiB were free"
+        room = f"{free / GIB:.1f} of its {total / GIB:.1f} GiB were free"
         return replace(given, unusable=f"it multiplies no matrices ({room}): {first_line(error).removesuffix('.')}")
     return replace(
         given,
         name=torch.cuda.get_device_name(0),
-        total_gib=total / 2**30,
-        free_gib=free / 2**30,
+        total_gib=total / GIB,
+        free_gib=free / GIB,
         tflops=tflops,
     )
 
@@ -225,5 +226,5 @@ def talk(
 def _free_gib(folder: str) -> float | None:
     for above in (Path(folder), *Path(folder).parents):
         if above.is_dir():
-            return shutil.disk_usage(above).free / 2**30
+            return shutil.disk_usage(above).free / GIB
     return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from actors.plan.types import Cluster
 from app.inputs.memory import HostRoom, filled, view_memory
 from app.settings.config import RunConfig
+from ops.units import GIB
 
 if TYPE_CHECKING:
     from actors.pool.device import WorkersDevice
@@ -56,13 +57,13 @@ def check_memory(config: RunConfig, device: WorkersDevice, fresh: bool = True) -
     found = [size for node in nodes if node.sizes is not None for size in node.sizes.gpus]
     cluster = Cluster(
         nodes=filled([node.workers for node in nodes], config.workers.max),
-        memory_gib=min(found, default=0) / 2**30,
+        memory_gib=min(found, default=0) / GIB,
     )
     hosts = [
         HostRoom(
             name=node.sizes.host if node.sizes is not None else "",
             workers=node.workers,
-            gib=node.sizes.room / 2**30 if node.sizes is not None else None,
+            gib=node.sizes.room / GIB if node.sizes is not None else None,
         )
         for node in nodes
     ]

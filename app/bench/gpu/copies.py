@@ -12,10 +12,11 @@ import torch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.timeline import timeline_of
 from ops.shards import ARRAYS
+from ops.units import GIB
 from ops.update.shard_export import CopyArrays, CopyAtOnce, CopyOnStream
 from ops.update.state_memory import StateMemory
 
-STATE_BYTES = 4 * 2**30
+STATE_BYTES = 4 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ class SnapshotCopies:
         begin.release()
         return {
             "right": right,
-            "GiB": num_bytes / 2**30,
+            "GiB": num_bytes / GIB,
             "copy alone seconds": alone.seconds,
             "copy alone GB/s": num_bytes / alone.seconds / 1e9,
             "compute alone seconds": compute_s,

@@ -30,6 +30,7 @@ from ops.models.experts import share_of_small
 from ops.packed.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Launches
 from ops.packed.packing import Sequence
 from ops.packed.uploads import upload
+from ops.units import GIB
 from ops.update.sync import FlatSync
 from ops.upload_room import SMALL
 
@@ -215,7 +216,7 @@ def _taken_gib(place: Place) -> float | None:
         return None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(place.device)
-    return (total - free) / 2**30
+    return (total - free) / GIB
 
 
 class _RunAgain:

@@ -22,6 +22,7 @@ from app.bench.gpu.node_peers import NodePeers
 from ops.comm.groups import Groups
 from ops.memory.cuda_memory import CudaPeers
 from ops.shards import STAGE, Slot, shard_bounds
+from ops.units import GIB
 from ops.update.peer_sum import PeerSum
 from ops.waiting import CancelToken
 
@@ -76,7 +77,7 @@ class OneSidedAddition:
         fastest = min(max(both) for both in zip(*(seconds for _, _, seconds in found), strict=True))
         return {
             "right": all(right for _, right, _ in found),
-            "GiB": 4 * elements / 2**30,
+            "GiB": 4 * elements / GIB,
             "seconds of an addition": fastest,
             "GB/s of each of two": BYTES_PER_ELEMENT * elements / fastest / 1e9,
         }

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from app.bench.timing import Timing
+from ops.units import GIB
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Place:
 
     def has_gib(self, needed: float) -> bool:
         """Whether so much memory of the device is free; always so in a rehearsal."""
-        return self.rehearse or torch.cuda.mem_get_info(self.device)[0] > needed * 2**30
+        return self.rehearse or torch.cuda.mem_get_info(self.device)[0] > needed * GIB
 
     def peak_gib(self, call: Callable[[], object]) -> float | None:
         """The allocator's peak during the call in GiB, including what was held before; None without a GPU."""
@@ -61,7 +62,7 @@ class Place:
         torch.cuda.reset_peak_memory_stats(self.device)
         call()
         self.synchronize()
-        return torch.cuda.max_memory_allocated(self.device) / 2**30
+        return torch.cuda.max_memory_allocated(self.device) / GIB
 
 
 class Measurement(Protocol):

@@ -41,6 +41,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.packed.compiled_blocks import CompiledBlocks, codes_made
 from ops.packed.packing import Sequence as PackedSequence
+from ops.units import GIB
 from ops.update.engine import StepResult
 from ops.update.parameters import ParameterMemory
 from ops.update.sync import FlatSync
@@ -241,7 +242,7 @@ def step_config(
     free = room * torch.cuda.mem_get_info(place.device)[0]
     fitting = blocks_that_fit(replace(config, gradient_checkpointing=True, attention="auto"), clips, free)
     if not fitting:
-        raise RuntimeError(f"not one block fits: {free / 2**30:.0f} GiB are free for a step. Use a larger device.")
+        raise RuntimeError(f"not one block fits: {free / GIB:.0f} GiB are free for a step. Use a larger device.")
     # a model that fits whole keeps all its blocks also without checkpointing, where it may run out of memory
     return replace(config, num_layers=fitting)
 
@@ -265,7 +266,7 @@ def _shares(
 def _memory(config: DiTConfig, settings: StepSettings, place: Place, peak: float | None) -> dict[str, float | None]:
     counts = settings.fused and settings.attention == "auto" and not (settings.compiled or settings.fetched)
     clips = [place.pick(CLIP_480P81, SMALL_CLIP)]
-    model = (step_bytes(config, clips) + settings.keeps * kept_bytes(config, clips)) / 2**30 if counts else None
+    model = (step_bytes(config, clips) + settings.keeps * kept_bytes(config, clips)) / GIB if counts else None
     return {
         "peak GiB": peak,
         "memory model GiB": model,
