@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
-from pathlib import Path
 
 from app.drawing.style import CSS
+from ops.code_path import ROOT
+from ops.environment import commit_of
 
 LOOK = """
 .way { display: inline-block; border: 1px solid var(--rule); border-radius: 999px; padding: 0 10px; font-size: 12.5px;
@@ -88,8 +88,7 @@ def command_of(name: str, options: Sequence[tuple[str, object]]) -> str:
 
 def facts_of(note: str = "") -> str:
     """The machine, the commit and the day of a page, and a note where there is one."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
-    named = f"commit {commit.stdout.strip()}" if commit.returncode == 0 else "not in a repository"
+    commit = commit_of(ROOT)[:8]
+    named = f"commit {commit}" if commit else "not in a repository"
     facts = (f"{os.cpu_count()} cores, {platform.machine()}", named, f"{datetime.now(UTC):%Y-%m-%d}", note)
     return "; ".join(filter(None, facts))
