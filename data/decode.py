@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import av
@@ -36,7 +36,6 @@ from data.types import Batch, Clip, DecodeJob
 
 if TYPE_CHECKING:
     from PIL import Image
-    from PIL.ImageCms import ImageCmsTransform
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
 AVI_VERSION = 4  # that of AVI
@@ -53,7 +52,6 @@ END_SLACK = 1e-6  # seconds; a part ends before the frame of its end
 # of a frame's time: the next one is taken this much before it is due. Below a half, so that a time right between two
 # frames (24 per second as 16) has the first of them whatever was rounded
 SOON = 0.45
-SAME_COLOUR = 2  # levels; profiles of sRGB differ in how they write its curve
 FRAMES_SHORT_ALLOWED = 0.02  # of those a header promises: edit lists make its count differ a little
 # Without FULL_CHR_H_INT swscale's table makes RGB one to two levels too dark; with it, area averaging is as fast as the
 # table's bicubic (1080p to 480p 5.2 ms). BITEXACT: the same pixels on every CPU.
@@ -468,6 +466,7 @@ def _decode_image(clip: Clip, job: DecodeJob) -> np.ndarray:
     from PIL import Image
 
     from data.media import EXIF_TRANSPOSES, PILLOW_ERRORS, open_picture, orientation
+    from data.pictures import as_shown
 
     try:
         data = read_range(clip.media, clip.offset, clip.size, job.limits.retries)
@@ -495,53 +494,6 @@ def _scaled(upright: Image.Image, clip: Clip, job: DecodeJob) -> Image.Image:
         upright = upright.crop((clip.crop.left, clip.crop.top, clip.crop.right, clip.crop.bottom))
     height, width = covering(upright.height, upright.width, job.bucket.height, job.bucket.width, job.crop)
     return upright.resize((width, height), Resampling.BICUBIC)
-
-
-def as_shown(image: Image.Image, scaled: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """8-bit RGB of a picture as a viewer shows it, scaled by `scaled`: its colours as its profile says, 16-bit greys
-    scaled, transparent pictures on white. Pillow alone takes all colours for sRGB, cuts off every grey above 255, and
-    shows the colours that hide under transparent pixels.
-
-    Colours are converted once scaled: of all 12 megapixels of a photo it takes twice as long as decoding them.
-    """
-    mode = "L" if image.mode in ("L", "LA", "La") or image.mode.startswith("I") else image.mode
-    mode = mode if mode in ("L", "CMYK") else "RGB"
-    profile = image.info.get("icc_profile")
-    to_srgb = _to_srgb(profile, mode) if isinstance(profile, bytes) and profile else None
-    if to_srgb is None:
-        return scaled(_flat(image, "RGB"))
-    return to_srgb.apply(scaled(_flat(image, mode)))
-
-
-def _flat(image: Image.Image, mode: str) -> Image.Image:
-    """All of its 8-bit colours, as the file has them."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):  # I;16 and its byte orders; I where a file has 16 bits and Pillow 32
-        grey = np.asarray(image).astype(np.int64)
-        return Image.fromarray((grey.clip(0, 65535) >> 8).astype(np.uint8)).convert(mode)
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        layers = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert(mode)
-    return image.convert(mode)
-
-
-@lru_cache(maxsize=16)  # making one takes 10 ms
-def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
-    """What makes sRGB of the colours of a profile. None of sRGB by any name, and where the profile is broken or for
-    other colours than these: viewers ignore it, too."""
-    from PIL import Image, ImageCms, features
-
-    if not features.check("littlecms2"):  # all of Pillow's own wheels have it
-        return None
-    some = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 64, 3), dtype=np.uint8)).convert(mode)
-    try:
-        own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        found = ImageCms.buildTransform(own, ImageCms.createProfile("sRGB"), mode, "RGB")
-        changed = np.abs(np.asarray(found.apply(some), np.int16) - np.asarray(some.convert("RGB"), np.int16)).max()
-    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
-        return None
-    return found if changed > SAME_COLOUR else None
 
 
 def _short(error: BaseException) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from data.decode import as_shown
 from data.media import PILLOW_ERRORS, open_picture
+from data.pictures import as_shown
 from ops.counted import counted
 from ops.typed import ConfigError
 
