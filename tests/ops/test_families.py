@@ -4,6 +4,7 @@ facts. Its cases are declared in tests/families/test_NAME.py."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 import shutil
@@ -37,6 +38,7 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, kept_weights, num_trained
 from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
+from ops.packed.conditions import Conditions
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify
 from tests.families.kit import own_weights, their_class
@@ -191,6 +193,32 @@ def test_clips_of_a_pack_may_have_frame_rates_of_their_own(case: str) -> None:
     torch.testing.assert_close(found[0], torch.cat(found[1:]), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[2], by_settings, atol=1e-5, rtol=1e-5)
     assert (found[1] - found[2]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("case", [*ONE_EACH, "cogvideox 5b i2v", "skyreels df at a frame rate"])
+def test_what_one_cascade_asked_of_its_layout_is_sent_for_the_layout_of_any_other(case: str) -> None:
+    """More clips or fewer, on more workers or one. On a CPU nothing is sent beforehand, so a stand-in takes it."""
+    config = VARIANTS[case]
+    module, sample = build_dit(config, 0), parity_sample(config)
+    t, h, w = (size // patch for size, patch in zip(sample.latent.shape[1:], config.patch, strict=True))
+    image = 0 if sample.conditions.image is None else len(sample.conditions.image)
+    for by_frame in (False, True)[: 1 + config.levels_by_frame]:
+        clip = Sequence((t, h, w), len(sample.text), image, frame_times=by_frame)
+        packs, asked = [[clip, replace(clip, grid=(t, 2 * h, w)), clip], [clip], [clip, clip]], []
+        for pack in packs:
+            layout, count = Layout(pack), len(pack)
+            rows = torch.zeros(layout.local_tokens, config.in_channels * math.prod(config.patch))
+            told = {part.name: getattr(sample.conditions, part.name) for part in fields(sample.conditions)}
+            conditions = Conditions(
+                **{name: None if one is None else torch.cat([one] * count) for name, one in told.items()}
+            )
+            with torch.no_grad():
+                times = torch.full((layout.num_times,), 500.0)
+                module(rows, times, sample.text.repeat(count, 1), layout, Group.solo(), conditions)
+            asked.append(layout.asked)
+        for parts, pack, workers in itertools.product(asked, packs, (1, 2)):
+            sent = Layout(pack, workers, workers - 1, "meta", beforehand=parts)
+            assert sent.asked == {part for part in parts if isinstance(part, str)}
 
 
 def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:

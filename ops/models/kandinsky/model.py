@@ -98,8 +98,7 @@ def _text_rotation(layout: Layout, config: KandinskyConfig, dtype: torch.dtype) 
 
 def _video_rotation(layout: Layout, config: KandinskyConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, d / 2] of each local row; places over height and width are divided by the scale of its clip."""
-    scales = tuple(config.rope_scale(*sequence.grid[1:]) for sequence in layout.sequences)
-    places, scale = layout.positions.double(), layout.made(_row_scales, scales)
+    places, scale = layout.positions.double(), layout.made(_row_scales, config)
     divided = (places[:, 0], places[:, 1] / scale, places[:, 2] / scale)
     parts = [
         place[:, None] * _frequencies(size, config.rope_theta, layout.device)
@@ -113,7 +112,9 @@ def _text_places(layout: Layout) -> Tensor:
     return torch.cat([torch.arange(length, dtype=torch.float64) for length in layout.text_lengths])
 
 
-def _row_scales(layout: Layout, scales: tuple[float, ...]) -> Tensor:
+def _row_scales(layout: Layout, config: KandinskyConfig) -> Tensor:
+    """fp64 [n]: by what the places of each local row are divided."""
+    scales = [config.rope_scale(*sequence.grid[1:]) for sequence in layout.sequences]
     return torch.tensor(scales, dtype=torch.float64)[layout.seq_index]
 
 
