@@ -103,9 +103,9 @@ class OwnGradients:
 
     def form(self, group: Group, bounds: Bounds) -> None:
         """As `Gradients.form`."""
-        if self._group.abandoned:
-            # A collective of the dead generation may still be writing into the old memory. On a CPU it holds that
-            # memory itself; on a GPU its abort has ended all writers, and there is no room for both.
+        if self._group.abandoned and not self._group.on_device:
+            # A collective of the dead generation may still be writing into the old memory, which it holds itself. On a
+            # GPU its abort has ended all writers.
             self._drop()
             self._allocate()
         self._cut(group, bounds)

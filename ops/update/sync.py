@@ -544,9 +544,9 @@ class ReplicatedParameters:
 
     def form(self, group: Group, bounds: Bounds, current: bool) -> None:
         """As `Parameters.form`."""
-        if self._group.abandoned:
-            # A collective of the dead generation may still be writing into the old memory. On a CPU it holds that
-            # memory itself; on a GPU its abort has ended all writers, and there is no room for both.
+        if self._group.abandoned and not self._group.on_device:
+            # A collective of the dead generation may still be writing into the old memory, which it holds itself. On a
+            # GPU its abort has ended all writers, and CUDA graphs read parameters where they are.
             self._pending = []
             if not current:  # the values come with the state
                 self._drop()

@@ -261,7 +261,7 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
 
 
 def test_after_a_broken_collective_no_memory_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is planned to its limit has no room for both."""
+    """A machine that is planned to its limit has no room for both."""
     model = copy.deepcopy(START)
     sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     sync.form(Group.solo(), None)
@@ -292,3 +292,32 @@ def test_after_a_broken_collective_no_memory_is_there_twice(monkeypatch: pytest.
     sample_loss(model, 0, 0).backward()
     sync.finish_step(1, 1.0, 1.0, 1.0, phase=lambda name: None)
     assert not all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("starts", ["with the state", "with the parameters"])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_on_a_gpu_nothing_moves_after_a_broken_collective(on_device: bool, starts: str) -> None:
+    """Its abort has ended all that wrote there, and blocks by CUDA graphs run as written for good once weights have
+    moved. On Gloo a collective that nobody waited for may still write into the memory that it holds."""
+    model = copy.deepcopy(START)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
+    broken = Group.solo()
+    sync.form(broken, None)
+    sync.begin_step()
+    result = sync.finish_step(0, 1.0, 1.0, 1.0, phase=lambda name: None, export=True)
+    assert result.export is not None
+    result.export.wait()
+    shards = [result.export.shard.copy()] if starts == "with the state" else None
+    weights = flat_weights(model)
+    broken.abandoned, broken._on_device = True, on_device
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = [parameter.detach() for parameter in trained]
+    gradient = sync.gradients.part(0, sync.total)
+    sync.form(Group.solo(), shards)
+    assert all((now.data_ptr() == one.data_ptr()) is on_device for now, one in zip(trained, held, strict=True))
+    assert (sync.gradients.part(0, sync.total).data_ptr() == gradient.data_ptr()) is on_device
+    np.testing.assert_array_equal(flat_weights(model), weights)
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    sync.finish_step(1, 1.0, 1.0, 1.0, phase=lambda name: None)
+    assert not np.array_equal(flat_weights(model), weights)
