@@ -31,6 +31,7 @@ from data.config import CacheConfig
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Fault
 from data.types import Batch, DecodeJob
+from ops.attention.sdpa import leave_out_cudnn
 from ops.comm.collectives import Group
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
@@ -131,6 +132,7 @@ class FillWorker:
             )
         torch.set_num_threads(job.workers.torch_threads)
         allow_tf32(job.train.allows_tf32)
+        leave_out_cudnn()
         self._device = device_of(job.workers, here)
         if self._device.type == "cuda":
             expect(self._device, job.largest_upload)

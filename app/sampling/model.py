@@ -19,6 +19,7 @@ from app.inputs.checkpoints import checkpoint_folder, run_config
 from app.sampling.prompts import EncodedPrompts, encode_prompts
 from app.sampling.published import is_pipeline, published_run, published_scheduler
 from app.settings.config import RunConfig
+from ops.attention.sdpa import leave_out_cudnn
 from ops.attention.varlen import check_backend
 from ops.flow.sampling import LowNoiseExpert
 from ops.flow.schedulers import Scheduler
@@ -82,7 +83,7 @@ class SavedModel:
 
     def encode_each(self, groups: Sequence[tuple[Sequence[str], str, Sequence[np.ndarray]]]) -> list[EncodedPrompts]:
         """The same of several groups of (prompts, negative prompt, pictures), by encoders that are loaded once."""
-        model, target = self.config.model, pick_device(self.device)
+        model, target = self.config.model, self._target()
         text = build_text(model.text, target)
         image = build_image(model.image, target) if any(len(first) for _, _, first in groups) else None
         told = [
@@ -95,7 +96,7 @@ class SavedModel:
 
     def load(self) -> Model:
         """The transformer and the VAE, frozen; the transformer straight in the precision that it multiplies in."""
-        target = pick_device(self.device)
+        target = self._target()
         config = replace(self.config, model=_for_device(self.config, target))
         trained = config.model.dit
         dtype = weights_dtype(config.train, target)
@@ -125,7 +126,7 @@ class SavedModel:
 
     def modules(self) -> Modules:
         """All that a worker of the run hosts, with this transformer, frozen."""
-        target = pick_device(self.device)
+        target = self._target()
         config = replace(self.config, model=_for_device(self.config, target))
         model = config.model
         return Modules(
@@ -136,6 +137,11 @@ class SavedModel:
             text=build_text(model.text, target),
             image=build_image(model.image, target),
         )
+
+    def _target(self) -> torch.device:
+        """Where this process computes, with the attention of the run's workers from now on."""
+        leave_out_cudnn()
+        return pick_device(self.device)
 
 
 def saved_model(

@@ -1,12 +1,15 @@
-"""A finished run of 30 steps as the controller would leave it, with one straggler and one lost worker."""
+"""A finished run of 30 steps as the controller would leave it, with one straggler and one lost worker; and settings of
+PyTorch that a test may change."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.settings.config import RunConfig
 
@@ -67,6 +70,15 @@ def spans_of_step(step: int, start: float, workers: list[str]) -> list[dict[str,
             }
         )
     return spans
+
+
+@pytest.fixture
+def cudnn_attention() -> Iterator[None]:
+    """A process in which PyTorch takes cuDNN's attention where it is there, as it begins; afterwards as it was."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.fixture

@@ -384,6 +384,11 @@ def test_a_shard_that_decoders_may_not_read_leaves_no_mark(
     assert not len(found.cache.cache.listing("latents").bad)
 
 
+def test_encoders_of_a_cache_attend_as_those_of_a_run(clips: Path, tmp_path: Path, cudnn_attention: None) -> None:
+    worker_of(config_of(clips, tmp_path))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_a_worker_whose_folder_is_another_one_says_so(clips: Path, tmp_path: Path) -> None:
     config = config_of(clips, tmp_path)
     job = FillJob(

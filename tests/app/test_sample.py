@@ -117,6 +117,14 @@ def test_ema_weights_by_default_and_raw_ones_when_asked(tmp_path: Path) -> None:
     assert torch.equal(weights_of(saved_model(tmp_path, ema=False).load().dit), weights_of(build_dit(resolved.dit, 1)))
 
 
+@pytest.mark.parametrize("what", ["encode", "load", "modules"])
+def test_what_makes_clips_attends_as_the_workers_of_a_run(what: str, tmp_path: Path, cudnn_attention: None) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    saved = saved_model(tmp_path)
+    {"encode": lambda: saved.encode(PROMPTS, ""), "load": saved.load, "modules": saved.modules}[what]()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_attention_that_this_device_lacks_becomes_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run()
     dit = replace(config.model.dit, attention="flash3")
