@@ -402,6 +402,15 @@ def test_only_takes_beginnings_of_names() -> None:
     assert {one.name.split(".")[0] for one in chosen(catalogue(PLACE), ["ipc", "step."])} == {"ipc", "step"}
 
 
+def test_what_is_asked_for_first_runs_first_and_nothing_twice() -> None:
+    listed = catalogue(PLACE)
+    names = [one.name for one in listed]
+    found = [one.name for one in chosen(listed, ["worker", "kernels", "worker.", "step.wan-1.3b"])]
+    own = [[name for name in names if name.startswith(prefix)] for prefix in ("worker", "kernels", "step.wan-1.3b")]
+    assert all(own) and found == [*own[0], *own[1], *own[2]], "those of one beginning in the order of all"
+    assert names.index(own[0][0]) > names.index(own[1][0])
+
+
 def test_an_op_is_held_against_a_copy_of_its_own_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
 

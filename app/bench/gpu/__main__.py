@@ -2,7 +2,7 @@
 
     python -m app.bench.gpu                         # nine minutes on the GPU, most valuable first
     python -m app.bench.gpu --out DIR --minutes 5   # the same folder again: goes on where it stopped
-    python -m app.bench.gpu --only step. ceilings   # what begins with these
+    python -m app.bench.gpu --only step. ceilings   # what begins with these, in this order
     python -m app.bench.gpu --rehearse              # all of it, small, on the CPU
 
 Needs torch, triton, numpy, pyyaml and this tree; no Ray, no PyAV, no Diffusers (without it the VAE is left out). DIR
@@ -61,7 +61,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it (default 9)")
     parser.add_argument("--out", type=Path, help="folder of the results (default bench-out/gpu-DEVICE)")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU, Triton in its interpreter")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names or their beginnings")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="beginnings of names, in order")
     parser.add_argument("--retry", action="store_true", help="measure again what failed in this folder")
     parser.add_argument("--list", action="store_true", help="print names and expected seconds, measure nothing")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)  # the process that measures

@@ -35,7 +35,7 @@ LIKE_OTHERS = ("16x1024", "packed-8k")  # packs of equal and of unequal lengths,
 
 
 def catalogue(place: Place) -> list[Measurement]:
-    """All measurements in the order in which they run; names are unique."""
+    """All measurements in the order in which they run where none is asked for by name; names are unique."""
     ops, attention = ops_speed.measurements(), attention_speed.measurements()
     small, large = train_step.measurements("wan-1.3b"), train_step.measurements("wan-14b")
     tuned = launches.measurements()  # for those who make rows of the launch tables
@@ -78,9 +78,13 @@ def catalogue(place: Place) -> list[Measurement]:
 
 
 def chosen(measurements: Sequence[Measurement], prefixes: Sequence[str]) -> list[Measurement]:
-    """The measurements whose name begins with one of the prefixes. Raises ValueError for a prefix that none has."""
+    """The measurements whose name begins with one of the prefixes, in the order of these: what is asked for first runs
+    first, where a budget cuts off the end. Raises ValueError for a prefix that none has."""
+    found: dict[str, Measurement] = {}
     for prefix in prefixes:
-        if not any(one.name.startswith(prefix) for one in measurements):
+        named = {one.name: one for one in measurements if one.name.startswith(prefix)}
+        if not named:
             subjects = dict.fromkeys(one.name.split(".")[0] for one in measurements)
             raise ValueError(f"--only {prefix} fits no measurement; their names begin with {', '.join(subjects)}.")
-    return [one for one in measurements if any(one.name.startswith(prefix) for prefix in prefixes)]
+        found |= {name: one for name, one in named.items() if name not in found}
+    return list(found.values())
