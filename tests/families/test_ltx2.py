@@ -48,6 +48,7 @@ from ops.models.vae import vae_of
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify, unpatchify
 from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, own_weights, small, their_class, whole
+from tests.ops.channels_last import check_channels_last
 
 torch.set_num_threads(1)
 STRIDE, ROWS = (4, 16, 16), 24
@@ -544,6 +545,13 @@ def test_latents_are_normalised_by_the_buffers_of_the_vae(tmp_path: Path) -> Non
     assert need.peak_gib > 0 and need.weights_gib * 2**30 == 4 * sum(p.numel() for p in model.parameters())
     with pytest.raises(ValueError, match="with timestep_conditioning"):
         vae_numbers({"_class_name": "AutoencoderKLLTX2Video", "timestep_conditioning": True}, "vae")
+
+
+def test_activations_with_channels_last_are_coded_alike() -> None:
+    settings = (VAEConfig(kind="diffusers", path="-", channels_last=layout) for layout in ("on", "off"))
+    laid_out, plain = (vae_of(video_vae(), config, "cpu") for config in settings)
+    video = torch.randint(0, 256, (1, 5, 64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    check_channels_last(laid_out, plain, video)
 
 
 @pytest.mark.parametrize("method", ["encode", "decode"])

@@ -24,6 +24,7 @@ from ops.models.stdit3.autoencoder import VideoAutoencoder
 from ops.models.stdit3.autoencoder_fields import numbers
 from ops.storages import StorageCount
 from ops.units import GIB
+from tests.ops.channels_last import check_channels_last
 from tests.ops.conftest import RunRanks
 
 torch.set_num_threads(1)
@@ -225,6 +226,12 @@ def test_it_computes_in_the_dtype_of_the_settings_also_with_weights_that_a_node_
     found = vae_need(VAEConfig(kind="diffusers", path=config.path), *video.shape[:4], device=device)
     assert found.weights_gib * GIB == sum(p.nbytes for p in alone.model.parameters())
     assert found.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.05)
+
+
+def test_activations_with_channels_last_are_coded_alike(tmp_path: Path, vae: ChunkedVAE) -> None:
+    laid_out = build_vae(VAEConfig(kind="diffusers", path=str(save(tmp_path)), channels_last="on"))
+    assert isinstance(laid_out, ChunkedVAE)
+    check_channels_last(laid_out, vae, clip(21))
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -31,6 +31,7 @@ from ops.models.load import build_vae
 from ops.models.vae import clip_groups, vae_of
 from ops.storages import StorageCount
 from ops.units import GIB
+from tests.ops.channels_last import check_channels_last
 from tests.ops.conftest import RunRanks
 
 FP32_ATOL = 1e-6
@@ -500,6 +501,14 @@ def test_channels_last_changes_the_layout_alone(family: str) -> None:
     )
     assert weight.stride(1) == 1
     torch.testing.assert_close(vae.encode(video), every(family).encode(video), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.long) if family == "mochi" else family for family in EVERY]
+)
+def test_activations_with_channels_last_are_coded_alike(family: str) -> None:
+    """As on a GPU, where that is the default: views and reshapes of activations meet the other layout."""
+    check_channels_last(every(family, channels_last="on"), every(family), shapes_in_motion(5, 32, 64))
 
 
 @pytest.mark.long
