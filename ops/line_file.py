@@ -65,8 +65,9 @@ class LineFile:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Leave whole lines only: a killed writer may have left half of one. Nothing happens to what does not exist."""
-    if not path.exists():
+    """Leave whole lines only: a killed writer may have left half of one. Nothing happens to what does not exist or
+    is no file, such as a pipe."""
+    if not path.is_file():
         return
     with path.open("rb+") as file:
         size = file.seek(0, 2)

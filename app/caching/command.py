@@ -29,6 +29,7 @@ from app.inputs.profiles import gpu_of
 from app.inputs.synthetic import make_missing
 from app.kept.wanted import NO_SOURCE, CacheLook, WantedEntry, look
 from app.settings.config import RunConfig, check_read, from_here
+from app.settings.out_files import begin_list
 from data.cache import EntryKind
 from data.config import CacheConfig
 from data.dataset.every_draw import item_of
@@ -64,7 +65,7 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
         return
     from app.run.borrowed_ray import borrowed_ray
 
-    out.unlink(missing_ok=True)
+    begin_list(out)
     with borrowed_ray(cluster, _cpus(config)):
         config = _on_cluster(config)
         found, modules = _look(config, modules, cuda=config.workers.device == "cuda", again=again, out=out)

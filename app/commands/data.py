@@ -115,10 +115,11 @@ def lint(
 
     With --config the run's filters and buckets apply too: what they refuse is not decoded, and dropped.jsonl beside the
     list of faults names all that the run never trains. Samples with the clip of another are no fault; repeated.jsonl
-    names them.
+    names them. Where --out is no file, such as /dev/null, nothing is written beside it.
     """
     from app.data_tools.printing import print_defaults, print_ledger, print_repeated, print_unread
     from app.data_tools.sources import ProgressBar, count_cut_captions, curriculum_of, open_indexes
+    from app.settings.out_files import begin_list, is_no_file
     from data.dataset.dropped import dropped_samples, write_dropped
     from data.errors import DataError
     from data.in_words import DROPPED
@@ -127,16 +128,18 @@ def lint(
     from data.tools.repeats import repeated_samples, write_repeated
 
     sources, limits = options.sources()
-    out.unlink(missing_ok=True)
+    begin_list(out)
+    dropped, again = (None if is_no_file(out) else out.with_name(name) for name in (DROPPED, "repeated.jsonl"))
     ledger = Ledger(limits, out)
     indexes = open_indexes(sources, limits, options.cache, ledger, options.workers, allow_empty=True)
     for fault in (fault for index in indexes for fault in index.missing_faults()):
         ledger.add_line(fault)
-    admitted, dropped, num_dropped = None, out.with_name(DROPPED), 0
+    admitted, num_dropped = None, 0
     if options.config is not None:
         curriculum = curriculum_of(options.config, options.overrides, indexes, ledger)
         admitted = [codes >= 0 for codes in curriculum.codes]
-        num_dropped = write_dropped(dropped, dropped_samples(curriculum, indexes))
+        if dropped is not None:
+            num_dropped = write_dropped(dropped, dropped_samples(curriculum, indexes))
     with ProgressBar("decoding", quiet=as_json or headers_only) as progress:
         check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
     ledger.close()
@@ -144,8 +147,9 @@ def lint(
     cut = None
     if options.config is not None and admitted is not None:
         cut = count_cut_captions(options.config, options.overrides, indexes, admitted)
-    repeated, again = repeated_samples(indexes, admitted), out.with_name("repeated.jsonl")
-    write_repeated(again, repeated)
+    repeated = repeated_samples(indexes, admitted)
+    if again is not None:
+        write_repeated(again, repeated)
     if as_json:
         facts = {"repeated": len(repeated), "unread": {index.name: index.unread for index in indexes}}
         told = ledger.summary() | facts | ({"long_captions": cut.count} if cut else {})
@@ -190,7 +194,7 @@ def stats(options: SourceOptions, as_json: AsJson = False) -> None:
     for facts in found:
         print_statistics(facts)
     print_defaults(indexes)
-    print_repeated(repeated, Path("repeated.jsonl of heddle data lint"))
+    print_repeated(repeated, "repeated.jsonl of heddle data lint")
 
 
 @app.command()

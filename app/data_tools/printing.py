@@ -88,15 +88,16 @@ def print_defaults(indexes: Sequence[Index]) -> None:
             print(f"source {index.name}: {'; '.join(filter(None, (before, told)))}")
 
 
-def print_repeated(repeated: Sequence[RepeatedSample], out: Path) -> None:
-    """How many samples have the clip of another, and the first of them; `out` has them all, from `heddle data lint`."""
+def print_repeated(repeated: Sequence[RepeatedSample], out: Path | str | None) -> None:
+    """How many samples have the clip of another, and the first of them; `out` has them all, from `heddle data lint`, if
+    there is one."""
     if not repeated:
         return
     print(f"repeated  {counted(len(repeated), 'sample')} with the clip of an earlier one, which so counts more often:")
     for one in repeated[:MOST_REPEATED]:
         print(f"          {one.row.key} in {one.row.shard} is {one.first.key} in {one.first.shard}")
     if more := len(repeated[MOST_REPEATED:]):
-        print(f"          and {more} more, in {out}")
+        print(f"          and {more} more{'' if out is None else f', in {out}'}")
 
 
 def print_statistics(facts: SourceStatistics) -> None:

@@ -27,11 +27,11 @@ from app.device.bag import Bag, MeasuredBag
 from app.device.over_nodes import BagOverNodes, MeasuredCluster, timed_handoffs
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
+from app.settings.out_files import out_file
 from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.models.load import trained_part
 from ops.units import MIB
-from ops.whole_file import whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ class Measuring:
         if not self._profile.measured:
             return
         with_degrees(self._profile)
-        with whole_file(self._out) as part:
+        with out_file(self._out) as part:
             write_profile(self._profile, part)
 
     def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:

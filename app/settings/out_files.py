@@ -1,15 +1,18 @@
-"""The files that a command is to write, by --out and the like: whether they can be written, and pages as a whole."""
+"""The files that a command is to write, by --out and the like: whether they can be written, and how they take the place
+of earlier ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ops.typed import ConfigError
-from ops.whole_file import write_whole
+from ops.whole_file import whole_file
 
 PAGES = (".html", ".htm")
+_RUN = ("config.yaml", "metrics.jsonl")  # in the folder of a run that has begun
 
 
 def check_page(path: Path | None, option: str = "--out") -> None:
@@ -21,15 +24,42 @@ def check_page(path: Path | None, option: str = "--out") -> None:
 
 
 def put_page(path: Path, text: str) -> None:
-    """In the place of an earlier one, which a full disk leaves as it was. What is no file, such as a pipe, and a file
-    in a folder that takes no others, are written as they are."""
+    """In the place of an earlier one, as `out_file`."""
+    with out_file(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def out_file(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of an earlier file, which a full disk leaves as it was. What is no file, such
+    as a pipe or /dev/null, and a file in a folder that takes no others, are written as they are."""
     target = Path(os.path.realpath(path))  # what a link leads to, whose place is not for a page
-    if path.exists() and not path.is_file():  # /dev/stdout leads to what has no path
-        path.write_text(text, encoding="utf-8")
+    if is_no_file(path):  # /dev/stdout leads to what has no path
+        yield path
     elif not os.access(target.parent, os.W_OK | os.X_OK):
-        target.write_text(text, encoding="utf-8")
+        yield target
     else:
-        write_whole(target, text)
+        with whole_file(target) as part:
+            yield part
+
+
+def begin_list(path: Path, option: str = "--out") -> None:
+    """Before a command that lists faults line by line: an earlier list goes. What is no file stays, and the file that a
+    link leads to is emptied. Raises ConfigError where the list is one of a run's records, or cannot be written."""
+    if all((path.parent / name).is_file() for name in _RUN):
+        raise ConfigError(
+            f"{option} {path} is in the folder of a run, whose own lists have such names; give a file elsewhere."
+        )
+    check_writable([path], option)
+    if path.is_symlink() and path.is_file():
+        os.truncate(path, 0)
+    elif not is_no_file(path):
+        path.unlink(missing_ok=True)
+
+
+def is_no_file(path: Path) -> bool:
+    """Whether something is there that is not for replacing: a pipe, a terminal, a device."""
+    return path.exists() and not path.is_file()
 
 
 def check_writable(files: Iterable[Path | None], option: str = "--out") -> None:

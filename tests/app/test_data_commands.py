@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,12 +17,14 @@ from typer.testing import CliRunner
 from app.commands.data import app
 from app.data_tools.printing import print_statistics
 from app.data_tools.sources import ProgressBar
+from app.settings.out_files import begin_list
 from data.config import SourceConfig
 from data.dataset.index_build import build_index
 from data.errors import DataError
 from data.ledger import Ledger
 from data.tools import convert
 from data.tools.synthetic import SynthConfig
+from ops.typed import ConfigError
 from tests.data.making import clip, good, picture, sample, shard
 
 RUNNER = CliRunner()
@@ -143,6 +146,41 @@ data:
     assert [json.loads(line)["reason"] for line in Path("elsewhere/dropped.jsonl").read_text().splitlines()] == [
         "no_media"
     ]
+
+
+def test_lint_writes_into_what_is_no_file_as_it_is_and_puts_nothing_beside_it(folder, tmp_path):
+    (folder / "00002.tar").write_bytes((folder / "00000.tar").read_bytes())  # repeated samples
+    config, there = Path("run.yaml"), tmp_path / "devices"
+    source = f"{{path: {folder}, filters: ['aesthetic_score >= 4.2']}}"
+    config.write_text(f"run: {{name: x}}\ndata: {{sources: [{source}], buckets: {{table: [1x32x48, 9x48x64]}}}}\n")
+    there.mkdir()
+    os.mkfifo(pipe := there / "null")
+    end = os.open(pipe, os.O_RDWR)  # a reader that waits for nobody
+    text = run("lint", "--config", config, "--headers-only", "--out", pipe)
+    assert json.loads(os.read(end, 2**16))["reason"] == "no_media" and pipe.is_fifo()
+    os.close(end)
+    assert [*there.iterdir()] == [pipe] and "repeated " in text and "dropped " not in text
+    run("lint", folder, "--headers-only", "--out", "/dev/null")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_an_earlier_list_goes_and_one_that_a_link_leads_to_is_emptied(tmp_path: Path) -> None:
+    (listed := tmp_path / "bad.jsonl").write_text("{}\n")
+    (link := tmp_path / "link.jsonl").symlink_to(listed)
+    begin_list(link)
+    assert link.is_symlink() and listed.read_text() == ""
+    begin_list(listed)
+    assert not listed.exists()
+
+
+def test_lint_in_the_folder_of_a_run_leaves_the_lists_of_the_run(folder, tmp_path, monkeypatch):
+    (of_run := tmp_path / "runs").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "bad.jsonl"):
+        (of_run / name).write_text("{}\n")
+    monkeypatch.chdir(of_run)
+    with pytest.raises(ConfigError, match=r"--out bad.jsonl is in the folder of a run.*give a file elsewhere"):
+        run("lint", folder, "--headers-only")
+    assert (of_run / "bad.jsonl").read_text() == "{}\n" and len([*of_run.iterdir()]) == 3
 
 
 def test_lint_names_the_files_that_are_missing(tmp_path, monkeypatch):

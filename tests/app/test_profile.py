@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -317,6 +318,15 @@ def test_memory_is_counted_where_it_has_a_limit(tmp_path: Path) -> None:
 def point_of(batch: int) -> ProfilePoint:
     shape = ProfiledShape(batch=batch, bucket=Bucket(5, 32, 48), text_tokens=56)
     return ProfilePoint(module="dit", shape=shape)
+
+
+def test_a_profile_goes_into_what_is_no_file_as_it_is(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "null")
+    end = os.open(pipe, os.O_RDWR)  # a reader that waits for nobody
+    bench = SimpleNamespace(device=torch_cpu(), measure=lambda *given: PointTimes(seconds=(1.0,)))
+    Measuring(bench, BAGS, Profile(degrees={"dit": (1,)}), pipe, 1).run([point(1)], 0.0)  # type: ignore[arg-type]
+    assert json.loads(os.read(end, 2**16)) and pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
+    os.close(end)
 
 
 def test_how_far_runs_of_a_point_differ_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
