@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
-from typing import IO
+from typing import IO, cast
 
 from actors.records.metrics_line import StepMetrics
+from app.settings.terminal import leave_unsaid, say
 from ops.counted import counted
 
 _BAR_FITS = 130  # columns of a terminal that has room for the bar beside all figures
 _SPEED_S = 3600.0  # the time left follows from the steps of so long: those of large models take minutes
-
-
-def say(text: str, stream: IO[str]) -> None:
-    """Print a line. Where its reader has gone (`heddle train ... | head`) nothing is shown from then on: a run does not
-    fail for that."""
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())  # what is still in the buffer goes there, too
-        os.close(nowhere)
 
 
 class ProgressLine:
@@ -78,6 +67,29 @@ def _moves(stream: IO[str]) -> bool:
     return stream.isatty() and Console(file=stream).is_interactive
 
 
+class _Unfailing:
+    """A stream for Rich, whose own thread writes to it, too: it fails no more than `say` where the terminal is gone."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            leave_unsaid(self._stream, error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            leave_unsaid(self._stream, error)
+
+
 class _RichBar:
     """The line on a terminal. Where it is narrow the bar is left out, then the last figures are cut off."""
 
@@ -86,7 +98,7 @@ class _RichBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.table import Column
 
-        console = Console(file=stream)
+        console = Console(file=cast(IO[str], _Unfailing(stream)))
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             *([BarColumn(bar_width=20)] if console.width >= _BAR_FITS else []),

@@ -32,7 +32,6 @@ from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
 from app.inputs.synthetic import make_missing
-from app.records.progress import say
 from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     check_capacity,
@@ -64,6 +63,7 @@ from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
+from app.settings.terminal import say
 from app.validation.clips import check_held_out
 from data.storage import check_there
 from ops.code_path import UPLOADED

@@ -1,14 +1,19 @@
-"""What every process at a terminal does alike: its logging, and its answer to an error."""
+"""What every process at a terminal does alike: its logging, its lines, and its answer to an error."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 import traceback
+from contextlib import suppress
+from typing import IO
 
 from actors.outcome import Exit
 from app.settings.errors import PACKAGES, exit_code, is_ours, one_line
+
+_READS_NO_MORE = frozenset((errno.EPIPE, errno.EIO))  # `heddle train ... | head`, a terminal that is gone
 
 
 def debug_wanted() -> bool:
@@ -41,13 +46,36 @@ class _Lines(logging.Formatter):
         return super().format(record)
 
 
+def say(text: str, stream: IO[str]) -> None:
+    """Print a line. What cannot be shown, as its reader has gone or a log's disk is full, is left out: a run does not
+    fail for that."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        leave_unsaid(stream, error)
+
+
+def leave_unsaid(stream: IO[str], error: OSError) -> None:
+    """Drop what a stream still holds, which its next line or its end would fail to write once more. One that nobody
+    reads shows nothing from then on; a disk may have space again."""
+    with suppress(OSError, ValueError):  # a stream that is no file, or is closed
+        file, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        kept = None if error.errno in _READS_NO_MORE else os.dup(file)
+        os.dup2(nowhere, file)
+        os.close(nowhere)
+        if kept is not None:
+            stream.flush()
+            os.dup2(kept, file)
+            os.close(kept)
+
+
 def answer(error: Exception | KeyboardInterrupt, debug: bool) -> int:
     """Tell a person what went wrong: in a sentence or, of a defect, with its traceback. Returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        say("interrupted", sys.stderr)
         return Exit.INTERRUPTED
     if debug or not is_ours(error):
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     else:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say(f"error: {one_line(error)}", sys.stderr)
     return exit_code(error)

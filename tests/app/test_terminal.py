@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from actors.outcome import Exit
+from app.records.progress import ProgressLine
+from app.settings.terminal import answer, say
+from ops.typed import ConfigError
 
 LINES = """
 import logging
@@ -27,3 +33,46 @@ logging.getLogger("others").info("unheard")
 def test_what_is_told_is_a_sentence_and_a_warning_says_whose_it_is(debug: bool, told: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", LINES.format(debug)], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == told
+
+
+def test_a_run_whose_output_nobody_reads_any_more_does_not_fail_at_its_end() -> None:
+    """`heddle train ... | head` ended in a traceback and exit code 1, with all steps committed."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        os.close(reader)
+        say("done: 3 steps", stream)
+        say("and nothing more", stream)  # and closing it has nothing left to write
+
+
+def test_a_log_on_a_full_disk_fails_no_run_and_goes_on_when_there_is_space() -> None:
+    with open("/dev/full", "w") as stream:
+        say("done: 3 steps", stream)
+        ours, theirs = os.pipe()
+        os.dup2(theirs, stream.fileno())
+        os.close(theirs)
+        say("there is space again", stream)  # and closing it has nothing left to write
+    with open(ours) as written:
+        assert written.read() == "there is space again\n"
+
+
+def test_an_error_is_its_exit_code_also_where_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert answer(ConfigError("a is missing; give it."), debug=False) == Exit.USAGE
+        assert answer(ConfigError("a is missing; give it."), debug=True) == Exit.USAGE
+        assert answer(KeyboardInterrupt(), debug=False) == Exit.INTERRUPTED
+
+
+def test_a_terminal_that_is_gone_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SIGHUP is ignored, as under nohup, the first write says so: EIO."""
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as terminal, open(os.dup(theirs), "w") as other:
+        progress = ProgressLine(3, terminal)
+        os.close(ours)
+        progress.say("worker w1: dead")
+        progress.close()
+        say("done: 3 steps", terminal)
+        with pytest.raises(OSError, match="Input/output error"):
+            print("no line", file=other, flush=True)
+        say("done: 3 steps", other)
