@@ -33,6 +33,7 @@ from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
 from app.run.ray_files import check_no_sessions, remove_ray_files
 from app.run.signals import signals_wait, unwinds_on_signal
+from app.settings.terminal import say
 from ops.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _join(joining: Joining, ended_s: float) -> int:
             if found is None:
                 return Exit.OK if leaves.is_set() or _is_over(joining) else _no_cluster(joining)
             leaving = "" if joining.to_the_end else " (SIGTERM, SIGUSR1: workers finish, then this machine leaves)"
-            print(f"joining {found.address}{leaving}", flush=True)
+            say(f"joining {found.address}{leaving}", sys.stdout)
             with ExitStack() as held:
                 with signals_wait():
                     if joining.temp_dir is not None:
@@ -107,9 +108,9 @@ def _join(joining: Joining, ended_s: float) -> int:
                     return Exit.OK
             short = short + 1 if node.lasted_s < _SHORT_S else 0
             if short == _SHORT_STARTS:
-                print(f"error: this machine cannot join {found.address}: {node.said}", file=sys.stderr)
+                say(f"error: this machine cannot join {found.address}: {node.said}", sys.stderr)
                 return Exit.FAILURE
-            print(f"the cluster at {found.address} is gone", flush=True)
+            say(f"the cluster at {found.address} is gone", sys.stdout)
             if joining.cluster is not None or _is_over(joining, ended_s, leaves):
                 return Exit.OK
 
@@ -163,7 +164,7 @@ def _cluster(joining: Joining, leaves: _Notice) -> ClusterAddress | None:
         if leaves.is_set() or time.monotonic() > until or _is_over(joining):
             return None
         if not said:
-            print(f"waiting up to {joining.wait_s:g} s for {_what(joining)}", flush=True)
+            say(f"waiting up to {joining.wait_s:g} s for {_what(joining)}", sys.stdout)
             said = True
         leaves.wait(_LOOK_S)
 
@@ -201,7 +202,7 @@ def _has_failed(joining: Joining) -> bool:
 
 
 def _no_cluster(joining: Joining) -> int:
-    print(f"error: {_what(joining)} did not come within {joining.wait_s:g} s.", file=sys.stderr)
+    say(f"error: {_what(joining)} did not come within {joining.wait_s:g} s.", sys.stderr)
     return Exit.RESUMABLE
 
 
@@ -250,7 +251,7 @@ class JoinedNode:
             self._process.poll()
             if time.monotonic() > until:
                 names = ", ".join(f"process {process.pid}" for process in living)
-                print(f"{names} of Ray on this machine did not end within {_ENDS_S:g} s of SIGKILL", file=sys.stderr)
+                say(f"{names} of Ray on this machine did not end within {_ENDS_S:g} s of SIGKILL", sys.stderr)
                 break
             time.sleep(_ENDS_LOOK_S)
         with suppress(subprocess.TimeoutExpired):
@@ -307,14 +308,14 @@ def _leave(found: ClusterAddress, node: JoinedNode, leave_s: float) -> None:
         here = node.id_among(nodes())
         drain(found.address, here, leave_s, "heddle workers join leaves")
         left = _drained(here)
-        print(f"leaving: {', '.join(left) or 'no worker'} of this machine finishes first", flush=True)
+        say(f"leaving: {', '.join(left) or 'no worker'} of this machine finishes first", sys.stdout)
         while left and node.lives and time.monotonic() < until:
             time.sleep(_WATCH_S)
             left = _drained(here)
         if left:
-            print(f"{', '.join(left)} did not finish within {leave_s:g} s", flush=True)
+            say(f"{', '.join(left)} did not finish within {leave_s:g} s", sys.stdout)
     except Exception as error:  # the cluster goes meanwhile, in one of Ray's many ways
-        print(f"the cluster at {found.address} does not answer ({type(error).__name__})", flush=True)
+        say(f"the cluster at {found.address} does not answer ({type(error).__name__})", sys.stdout)
     finally:
         with suppress(Exception):
             ray.shutdown()

@@ -1,12 +1,13 @@
-"""A finished run of 30 steps as the controller would leave it, with one straggler and one lost worker; and settings of
-PyTorch that a test may change."""
+"""A finished run of 30 steps as the controller would leave it, with one straggler and one lost worker; settings of
+PyTorch that a test may change; output that nobody reads."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -124,3 +125,13 @@ def run_folder(tmp_path: Path) -> Path:
     for name, records in [("metrics", lines), ("timeline", spans), ("events", events)]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A stream without a reader, as standard output of `heddle ... | head`. For a test to put there by itself: pytest
+    puts its own back after fixtures."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as stream:
+        yield stream

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import psutil
 import pytest
@@ -221,6 +221,19 @@ def test_the_next_notice_does_not_end_a_leave(
         _leave(ClusterAddress(address="127.0.0.1:9", auth=""), node, 60.0)
         assert leaves.is_set() and began == ["127.0.0.1:9"] * 2
     assert "leaving: no worker of this machine" in capsys.readouterr().out
+
+
+def test_workers_finish_also_where_nobody_reads_what_is_said(unread: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the `tee` of `heddle workers join RUN | tee log`, too."""
+    left = [["w1"], ["w1"], []]
+    monkeypatch.setattr(sys, "stdout", unread)
+    monkeypatch.setattr(ray, "init", lambda address, **more: None)
+    monkeypatch.setattr("actors.ray_calls.nodes", list)
+    monkeypatch.setattr("actors.ray_calls.drain", lambda *given: None)
+    monkeypatch.setattr("app.run.join._drained", lambda node: left.pop(0))
+    node: Any = SimpleNamespace(id_among=lambda cluster: "here", lives=True)
+    _leave(ClusterAddress(address="127.0.0.1:9", auth=""), node, 60.0)
+    assert not left
 
 
 def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
