@@ -4,6 +4,7 @@ were the same training."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from app.run.launch import train
 from app.settings.config import RunConfig, from_here
 from app.settings.files import run_name_override
 from app.settings.run_folder import check_run_dir
+from app.settings.terminal import say
 from ops.typed import ConfigError
 
 CALM, DISTURBED = "calm", "disturbed"
@@ -41,14 +43,14 @@ def prove(
         config = RunConfig.load(config_path, [*settings[kind], f"train.steps={steps}"])
         folders[kind] = check_run_dir(from_here(config), overwrite=overwrite)
     disturbance = Disturber(folders[DISTURBED], steps // QUARTERS, own.workers.min)
-    print(f"{DISTURBED}: {folders[DISTURBED]}, of open length: ended when all was done that disturbs it", flush=True)
+    say(f"{DISTURBED}: {folders[DISTURBED]}, of open length: ended when all was done that disturbs it", sys.stdout)
     with disturbance:
         code = train(config_path, [*settings[DISTURBED], f"train.steps={MOST * steps}"], overwrite=overwrite)
     if disturbance.failed or not disturbance.all_done or signal_code() or code != Exit.RESUMABLE:
         print(f"not proven: {disturbance.failed or 'the run has ended early'}")
         return Exit.FAILURE if disturbance.failed else signal_code() or code or Exit.FAILURE
     taken = sum(1 for _ in RunDir.open(folders[DISTURBED]).metrics())
-    print(f"{CALM}: {folders[CALM]}", flush=True)
+    say(f"{CALM}: {folders[CALM]}", sys.stdout)
     if code := train(config_path, [*settings[CALM], f"train.steps={taken}"], overwrite=overwrite) or signal_code():
         print("not proven: the run has ended early")
         return code

@@ -32,6 +32,7 @@ from app.run.fault import kill_worker, seated
 from app.run.operator import answer, monitor
 from app.run.outcomes import ALL_HAPPENED
 from app.run.signals import signals_wait
+from app.settings.terminal import say
 from ops.code_path import python_environment
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -110,7 +111,7 @@ class Disturber:
             last = line.strip() or last
             if last.startswith(_DONE):
                 self.done.append(last.removeprefix(_DONE))
-                print(self.done[-1], flush=True)
+                say(self.done[-1], sys.stdout)
             elif last == _ALL:
                 self.all_done = True
         if not (self._leaves or self.all_done):  # the run would go on without an end

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from app.settings.terminal import say
 from ops.code_path import python_environment
 
 LIFELINE = "HEDDLE_LIFELINE"  # number of the inner process's end of the pipe
@@ -86,10 +87,10 @@ def run_apart(arguments: Sequence[str]) -> int:
             signal.signal(number, handler)
         os.close(ours)
     if code < 0:
-        print(
+        say(
             f"error: the process of the run was ended by signal {-code} ({signal.Signals(-code).name}); "
             f"--resume continues it from its last checkpoint.",
-            file=sys.stderr,
+            sys.stderr,
         )
         return 128 - code
     return code

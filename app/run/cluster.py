@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig, check
+from app.settings.terminal import say
 from ops.code_path import python_environment
 from ops.typed import ConfigError
 from ops.whole_file import write_whole
@@ -197,11 +198,11 @@ def check_capacity(config: RunConfig) -> None:
     workers, have = config.workers, resources(free=False)
     need = workers.min * workers.cpus_per_worker
     if have.get("CPU", 0) < need or (workers.device == "cuda" and have.get("GPU", 0) < workers.min):
-        print(
+        say(
             f"waiting up to {workers.wait_s:g} s: workers.min {workers.min} need {need:g} CPUs"
             f"{f' and {workers.min} GPUs' if workers.device == 'cuda' else ''}; the cluster has "
             f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs.",
-            flush=True,
+            sys.stdout,
         )
 
 
@@ -230,7 +231,7 @@ def on_usable(config: RunConfig, device: WorkersDevice) -> RunConfig:
             f"workers.device cuda: the cluster's GPUs cannot be used. {device.unusable}. "
             f"Or train on CPUs: --set workers.device=cpu"
         )
-    print(f"warning: workers.device auto is cpu, as the cluster's GPUs cannot be used. {device.unusable}.", flush=True)
+    say(f"warning: workers.device auto is cpu, as the cluster's GPUs cannot be used. {device.unusable}.", sys.stdout)
     config = replace(config, workers=replace(config.workers, device="cpu"))
     check(config)
     return config

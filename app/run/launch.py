@@ -256,7 +256,7 @@ def _check_cache(config: RunConfig) -> None:
         told = get(remote_of(check_only).options(num_cpus=0.1, max_retries=0).remote(config, cuda=cuda))
     else:
         told = check_only(config, cuda=cuda)
-    print(told, flush=True)
+    say(told, sys.stdout)
 
 
 def _device(config: RunConfig, folder: Path) -> WorkersDevice:

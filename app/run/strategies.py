@@ -8,6 +8,7 @@ clips, their order and noise follow from the config alone, so losses agree where
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from app.run.launch import train
 from app.settings.config import RunConfig
 from app.settings.files import run_name_override
 from app.settings.run_folder import check_run_dir, run_dir
+from app.settings.terminal import say
 from ops.typed import ConfigError
 
 FEWEST, MOST = 2, 4  # as many as `heddle compare` draws
@@ -51,7 +53,7 @@ def train_each(
         check_run_dir(config, resume=resume, overwrite=overwrite)
         folders.append(run_dir(config))
     for number, (name, own) in enumerate(settings.items()):
-        print(f"{name}: run {number + 1} of {len(settings)}, {folders[number]}", flush=True)
+        say(f"{name}: run {number + 1} of {len(settings)}, {folders[number]}", sys.stdout)
         if code := train(config_path, own, resume=resume, overwrite=overwrite) or signal_code():
             return folders, code
     return folders, 0

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from actors.outcome import Exit
+from actors.pool.device import WorkersDevice
+from app.proof.disturbance import _ALL, _DONE, Disturber
 from app.records.progress import ProgressLine
+from app.run import strategies
+from app.run.cluster import check_capacity, on_usable
+from app.run.launch import _check_cache
+from app.settings.config import RunConfig
 from app.settings.terminal import answer, say
 from ops.typed import ConfigError
 
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 LINES = """
 import logging
 from app.settings.terminal import set_up_logging
@@ -76,3 +87,41 @@ def test_a_terminal_that_is_gone_fails_no_run(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(OSError, match="Input/output error"):
             print("no line", file=other, flush=True)
         say("done: 3 steps", other)
+
+
+def _on_cpus(config: RunConfig) -> None:
+    assert on_usable(config, WorkersDevice(name="cpu", unusable="an old driver")).workers.device == "cpu"
+
+
+@pytest.mark.parametrize("step", [check_capacity, _check_cache, _on_cpus])
+def test_a_run_begins_also_where_nobody_reads_what_it_says(
+    step: Callable[[RunConfig], None], unread: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`heddle train ... | head -1` ended before Ray was asked for a worker."""
+    config = RunConfig.load(DEMO, ["data.cache.path=cache", "data.cache.only=true", "workers.device=auto"])
+    monkeypatch.setattr(sys, "stdout", unread)
+    monkeypatch.setattr("actors.ray_calls.resources", lambda free: {})
+    monkeypatch.setattr("actors.plan.spared.from_cache", lambda cache: True)
+    monkeypatch.setattr("actors.pool.workers.uses_gpu", lambda workers: False)
+    monkeypatch.setattr("app.kept.wanted.check_only", lambda config, cuda: "all is there")
+    step(config)
+    assert Path(f"/proc/self/fd/{unread.fileno()}").resolve() == Path(os.devnull), "it has said something"
+
+
+def test_the_second_run_of_a_comparison_starts_also_where_nobody_reads_what_it_says(
+    unread: TextIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(sys, "stdout", unread)
+    monkeypatch.setattr(strategies, "train", lambda config, settings, **given: started.append(settings) or 0)
+    _, code = strategies.train_each(DEMO, ["static", "cascade"], [f"run.dir={tmp_path}"])
+    assert code == 0 and len(started) == 2
+
+
+def test_all_that_disturbs_a_run_is_heard_of_also_where_nobody_reads_what_is_said(
+    unread: TextIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", unread)
+    acting = Disturber(tmp_path, 6, 1)
+    acting._read(io.StringIO(f"{_DONE}after 6 steps: killed w2\n{_DONE}after 9 steps: scaled to 1\n{_ALL}\n"))
+    assert acting.all_done and not acting.failed and len(acting.done) == 2
