@@ -66,8 +66,11 @@ def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Call
 
     @functools.wraps(command)
     def called(*args: P.args, **given: P.kwargs) -> None:
+        from app.run.signals import unwinds_on_signal
+
         options = SourceOptions(**{name: given.pop(name) for name in shared})  # type: ignore[arg-type]  # by its fields
-        command(options, *args, **given)
+        with unwinds_on_signal():  # processes that read shards end with the command
+            command(options, *args, **given)
 
     called.__signature__ = inspect.Signature([*shared.values(), *own])  # type: ignore[attr-defined]  # as inspect reads it
     return called
@@ -216,6 +219,7 @@ def convert(
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
     from app.data_tools.printing import print_ledger
     from app.data_tools.sources import ProgressBar, check_folder_here, open_indexes, sources_of
+    from app.run.signals import unwinds_on_signal
     from data.ledger import Ledger
     from data.tools.convert import check_out
     from data.tools.convert import convert as write
@@ -224,11 +228,12 @@ def convert(
     check_out(out)  # an index may take hours
     sources, limits = sources_of([path], None, None, kind, media, caption, default_caption)
     ledger = Ledger(limits, out / "bad.jsonl")
-    (source,) = open_indexes(sources, limits, cache, ledger, workers)
-    with ProgressBar("writing") as progress:
-        shards = write(
-            source, out, ledger, shard_bytes=shard_mb * 10**6, shard_count=shard_samples, crf=crf, progress=progress
-        )
+    with unwinds_on_signal():  # processes that read shards end with the command, and no shard is half of one
+        (source,) = open_indexes(sources, limits, cache, ledger, workers)
+        with ProgressBar("writing") as progress:
+            shards = write(
+                source, out, ledger, shard_bytes=shard_mb * 10**6, shard_count=shard_samples, crf=crf, progress=progress
+            )
     ledger.close()
     ledger.check()
     print(f"{counted(ledger.delivered, 'sample')} in {counted(len(shards), 'shard')}: {out}")

@@ -11,6 +11,9 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -146,8 +149,36 @@ def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, IndexPart, Path]],
         yield from map(_build_part, jobs)
         return
     # spawn: a fork would copy the threads of Ray and PyArrow in a locked state
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_build_part, jobs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context, initializer=_end_when_told) as pool:
+        try:
+            yield from pool.map(_build_in_pool, jobs)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # such as a signal: a part may take minutes, which the pool would wait
+                for process in list(pool._processes.values()):
+                    process.terminate()
+            raise
+
+
+def _end_when_told() -> None:
+    """SIGTERM ends this process of a pool, and so does the end of the process that has made it: of itself it would wait
+    for jobs for ever."""
+    maker = multiprocessing.parent_process()
+    assert maker is not None, "it is one of a pool"
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def watch() -> None:
+        maker.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="watch-maker", daemon=True).start()
+
+
+def _build_in_pool(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None:
+    try:
+        _build_part(job)
+    except SystemExit:  # the pool would take it for a result, and give this process another job
+        os._exit(1)
 
 
 def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None:

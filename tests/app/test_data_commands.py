@@ -7,10 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -61,6 +64,27 @@ def test_index_says_how_much_is_usable(folder):
     assert "indexed 12 = usable 11 + rejected 1 (1 no_media)" in text
     facts = json.loads(run("index", folder / "00000.tar", folder / "00001.tar", "--json"))
     assert facts["ledger"]["planned"] == 11 and facts["sources"][0]["shards"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_read_shards_end_with_their_command(tmp_path: Path, number: signal.Signals) -> None:
+    """They waited for jobs for ever."""
+    for shard_number in range(3):
+        os.mkfifo(tmp_path / f"{shard_number}.tar")  # reading it takes as long as the test
+    words = ["index", str(tmp_path / "{0..2}.tar"), "--workers", "2", "--cache", str(tmp_path / "cache")]
+    command = subprocess.Popen([sys.executable, "-m", "app.cli", "data", *words], cwd=Path(__file__).parents[2])
+    until, readers = time.monotonic() + 90, []
+    while len(readers) < 2 and time.monotonic() < until:
+        time.sleep(0.2)
+        children = psutil.Process(command.pid).children()
+        readers = [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+    time.sleep(2)  # imports
+    command.send_signal(number)
+    assert command.wait(60) == (128 + number if number == signal.SIGTERM else -number)
+    _, left = psutil.wait_procs(readers, timeout=30)
+    for one in left:
+        one.kill()
+    assert len(readers) == 2 and not left
 
 
 def test_lint_counts_every_source(folder):
