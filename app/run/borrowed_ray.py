@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
-from app.run.cluster import must_answer, not_let_in, shut_down_ray, start_ray_here
+from app.run.cluster import ADDRESS, as_given, must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal, while_ray_starts
 from ops.code_path import python_environment
 
@@ -32,18 +32,19 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
         )
         try:
             with while_ray_starts(put_back):
-                _connect(start, address or os.environ.get("RAY_ADDRESS"), cpus)
+                _connect(start, address, cpus)
             yield
         finally:
             shut_down_ray()
 
 
-def _connect(start: Callable[..., object], address: str | None, cpus: int) -> None:
+def _connect(start: Callable[..., object], given: str | None, cpus: int) -> None:
+    address, named = (given, "--cluster") if given else (os.environ.get(ADDRESS), ADDRESS)
     if not address:
         start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
         return
-    must_answer(address)
+    must_answer(address, named)
     try:
         start(address=address)
     except ConnectionError:
-        raise not_let_in(address, "leave --cluster and RAY_ADDRESS out") from None
+        raise not_let_in(as_given(address, named), "leave --cluster and RAY_ADDRESS out") from None

@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ADDRESS = "RAY_ADDRESS"
 CLUSTER = "cluster.json"
+_NODES_X_GPUS = re.compile(r"[0-9]+x[0-9]+")
+_LAST_PORT = 2**16 - 1
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 _TRAIN_LOOK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"  # Ray's 2 s are what a run's end waits for Ray Train to see it
 _GONE_S = 30.0  # a node that Ray has said for so long not to be alive is gone
@@ -50,8 +54,10 @@ def is_on_a_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
 
 
-def must_answer(address: str) -> None:
-    """Raises ConfigError if nothing listens at HOST:PORT. Ray itself would try for minutes without a message."""
+def must_answer(address: str, named: str = ADDRESS) -> None:
+    """Raises ConfigError for what is no address of a Ray cluster, and if nothing listens at HOST:PORT: Ray itself would
+    try for minutes without a message. `named`: the option or variable that gives it."""
+    check_address(address, named)
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
@@ -59,9 +65,27 @@ def must_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
         raise ConfigError(
-            f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "
-            f"unset RAY_ADDRESS to use this machine."
+            f"no Ray cluster answers at {as_given(address, named)} ({error.strerror or error}). Start it, or "
+            f"{'unset' if named == ADDRESS else f'leave out {named} and'} {ADDRESS} to use this machine."
         ) from None
+
+
+def check_address(address: str, named: str) -> None:
+    """Raises ConfigError for what Ray takes for no address."""
+    if address in ("", "auto", "local") or address.startswith("ray://"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or int(port) > _LAST_PORT:
+        other = " NODESxGPUS is of heddle plan and train." if _NODES_X_GPUS.fullmatch(address) else ""
+        raise ConfigError(
+            f"{as_given(address, named)} is no address of a Ray cluster. Give HOST:PORT, ray://HOST:PORT or auto."
+            f"{other}"
+        )
+
+
+def as_given(address: str, named: str) -> str:
+    """Such as RAY_ADDRESS=10.0.0.1:6379, --cluster auto."""
+    return f"{named}{'=' if named == ADDRESS else ' '}{address}"
 
 
 def not_let_in(address: str, otherwise: str) -> ConfigError:
@@ -123,7 +147,7 @@ def connect(config: RunConfig) -> None:
         try:
             start(address="auto")
         except ConnectionError:
-            address = f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')}"
+            address = as_given(os.environ.get(ADDRESS, "auto"), ADDRESS)
             raise not_let_in(address, "unset RAY_ADDRESS to train on this machine") from None
         return
     workers = config.workers

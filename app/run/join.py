@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from actors.outcome import Exit
-from app.run.cluster import ClusterAddress
+from app.run.cluster import ClusterAddress, check_address
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
 from app.run.ray_files import check_no_sessions, remove_ray_files
@@ -69,7 +69,9 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
     machine cannot join. `ended_s`: that a run whose cluster has gone may take to say how it ended.
 
     Nothing stays in `temp_dir`, but for Ray's logs where this machine could not join, or the run has failed. Raises
-    ConfigError where another Ray has its files there."""
+    ConfigError where another Ray has its files there, and for a cluster that is no address."""
+    if joining.cluster is not None:
+        check_address(joining.cluster, "--cluster")
     if joining.temp_dir is not None:
         check_no_sessions(joining.temp_dir)
     could = True

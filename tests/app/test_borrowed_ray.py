@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.run import cluster
 from app.run.borrowed_ray import borrowed_ray
-from app.run.cluster import RayNotStarted, start_ray_here
+from app.run.cluster import RayNotStarted, connect, start_ray_here
+from app.run.join import Joining, join_until_told
+from app.run.operator import monitor
 from app.run.signals import unwinds_on_signal
 from app.settings.config import RunConfig
 from ops.code_path import ROOT
@@ -125,6 +128,42 @@ def test_no_process_is_started_for_each_core_that_no_actor_gets(
     seen: list[str | None] = []
     start_ray_here(lambda address: seen.append(os.environ.get(name)))
     assert seen == [found]
+
+
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
+NOT_LISTENING = "127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "sentence"),
+    [
+        ("2x8", "", r"--cluster 2x8 is no address of a Ray cluster. Give HOST:PORT, .*NODESxGPUS is of heddle plan"),
+        (None, "10.0.0.1", "RAY_ADDRESS=10.0.0.1 is no address of a Ray cluster. Give HOST:PORT, .* or auto.$"),
+        (None, "http://127.0.0.1:8265", "RAY_ADDRESS=http://127.0.0.1:8265 is no address of a Ray cluster."),
+        ("127.0.0.1:99999", "", "--cluster 127.0.0.1:99999 is no address of a Ray cluster."),
+        (NOT_LISTENING, "10.0.0.1", rf"answers at --cluster {NOT_LISTENING} \(.*leave out --cluster and RAY_ADDRESS"),
+        (None, NOT_LISTENING, rf"answers at RAY_ADDRESS={NOT_LISTENING} \(.*unset RAY_ADDRESS to use this machine"),
+    ],
+)
+def test_a_cluster_that_is_none_is_named_as_it_was_given(
+    given: str | None, variable: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(ConfigError, match=sentence), borrowed_ray(given, cpus=1):
+        pass
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "2x8"])
+def test_a_run_and_its_operator_name_an_address_that_is_none(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    (tmp_path / "run_id").write_text("a")
+    for asks in (lambda: connect(RunConfig.load(DEMO)), lambda: monitor(tmp_path)):
+        with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address} is no address of a Ray cluster"):
+            asks()
+    with pytest.raises(ConfigError, match=f"--cluster {address} is no address of a Ray cluster"):
+        join_until_told(Joining(cluster=address))
 
 
 def test_a_temporary_folder_too_long_for_sockets_is_one_sentence() -> None:
