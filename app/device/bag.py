@@ -12,6 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -139,7 +140,8 @@ class PipedBag(MeasuredBag):
 
     def _send(self, order: Order) -> None:
         for pipe in self._pipes:
-            pipe.send(order)
+            with suppress(OSError):  # its process has ended, as `_heard` will say
+                pipe.send(order)
 
     def _arrived(self, ranks: set[int], timeout_s: float) -> list[tuple[int, object]]:
         waiting = {self._pipes[rank]: rank for rank in ranks}

@@ -609,6 +609,14 @@ def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail() -
     assert Pipes((0.2, ONE), (0.0, "ready"))._answers(120.0) == [ONE, "ready"], "by rank"
 
 
+def test_a_member_that_has_ended_before_an_order_is_named() -> None:
+    """Typer takes EPIPE for a standard output that nobody reads, and exits without a word."""
+    bag = Pipes(None, (0.0, ONE))
+    bag._ends[0][1].close()
+    with pytest.raises(ConfigError, match="member 0 of a bag of 2 failed: its process has ended"):
+        bag.measure("dit", ProfiledShape(batch=1, bucket=Bucket(5, 32, 48), text_tokens=56), repeats=1)
+
+
 def test_a_need_of_nothing_has_no_sign() -> None:
     profile = Profile()
     for units, gib in ((1.0, 0.9999e-3), (2.0, 2.0e-3)):
