@@ -1,5 +1,6 @@
 """The first moments of `heddle` and of `python -m app.train`, whose own modules take seconds to import: Ctrl-C ends
-them as quietly as it does later, and names of files are UTF-8 whatever the locale. Imports next to nothing."""
+them as quietly as it does later, names of files are UTF-8 whatever the locale, and there are three standard streams.
+Imports next to nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ _IN_UTF8 = [b"-X", b"utf8"]  # unlike PYTHONUTF8 also heeded beside -E and -I
 
 def heddle() -> None:
     """Console script. Ends the process with the documented exit code."""
+    open_closed_streams()
     be_in_utf8()
     try:
         with ended_by_ctrl_c():
@@ -22,6 +24,19 @@ def heddle() -> None:
         main()
     except KeyboardInterrupt:  # between the two
         sys.exit(INTERRUPTED)
+
+
+def open_closed_streams() -> None:
+    """Where a standard stream was closed (`2>&-`), it leads nowhere: Python has None in its place, and the file that is
+    opened next, such as a checkpoint, would get its number and what others print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(nowhere, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115  # for good
 
 
 def be_in_utf8() -> None:

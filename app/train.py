@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from app.start import be_in_utf8, ended_by_ctrl_c
+from app.start import be_in_utf8, ended_by_ctrl_c, open_closed_streams
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,6 +53,7 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     be_in_utf8()
     code = _main()
     from app.run.cluster import leave

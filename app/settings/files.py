@@ -32,6 +32,8 @@ def read(path: str | Path, kinds: Kinds | None = None) -> Node:
 
 
 def _read(path: Path, open_files: tuple[Path, ...], kinds: Kinds) -> Node:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"config {path} is no file; give one of YAML: it is read more than once, as no pipe can be.")
     if not path.is_file():
         raise ConfigError(f"config {path} does not exist; the shipped ones are under configs/runs/.")
     if path.resolve() in open_files:

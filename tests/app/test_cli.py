@@ -130,6 +130,11 @@ MISTAKES = [
         "error: config nowhere.yaml does not exist; the shipped ones are under configs/runs/.",
     ),
     (
+        ("plan", "--config", "/dev/null"),
+        2,
+        "error: config /dev/null is no file; give one of YAML: it is read more than once, as no pipe can be.",
+    ),
+    (
         ("train", "--config", str(DEMO), "--set", "train.max_train_steps=3"),
         2,
         "error: unknown key train.max_train_steps (--set); did you mean train.steps?",

@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-share-nan": (["plan", "--config", DEMO, "--share", "1x64x96=nan"], 2, "--share"),
     "plan-seed": (["plan", "--config", DEMO, "--seed", "-1"], 2, "seed"),
     "config-missing": (["plan", "--config", "no.yaml"], 2, "no.yaml does not exist"),
-    "config-folder": (["plan", "--config", "."], 2, "does not exist"),
+    "config-folder": (["plan", "--config", "."], 2, "is no file"),
     "config-empty": (["plan", "--config", "empty.yaml"], 2, "run is missing"),
     "config-list": (["plan", "--config", "list.yaml"], 2, "must hold a mapping"),
     "config-torn": (["plan", "--config", "torn.yaml"], 2, "is not valid YAML"),

@@ -54,6 +54,31 @@ def test_ctrl_c_that_is_ignored_stays_so_and_is_python_s_own_afterwards() -> Non
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        (["-c", SCRIPT, "families"], "2>&-"),
+        (["-c", SCRIPT, "families"], "0<&- 1>&- 2>&-"),
+        (["-m", "app.train", "--config", "x.yaml"], "1>&-"),
+        (["-m", "app.train", "--config", "x.yaml"], "0<&- 1>&- 2>&-"),
+    ],
+)
+def test_a_command_whose_streams_are_closed_is_as_any_other(words: list[str], closed: str) -> None:
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == (Exit.OK if "families" in words else Exit.USAGE)
+    assert ("wan" in done.stdout) == ("families" in words and "1>" not in closed)
+    assert ("error: config x.yaml" in done.stderr) == ("families" not in words and "2>" not in closed)
+
+
+def test_what_is_opened_next_gets_the_number_of_no_standard_stream() -> None:
+    begin = "from app.start import open_closed_streams; open_closed_streams()"
+    script = f"import os, sys; {begin}; print(os.open('/', os.O_RDONLY), file=sys.stderr)"
+    command = ["bash", "-c", 'exec "$@" 0<&- 1>&-', "bash", sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stderr) > 2
+
+
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0"}  # as a locale of Latin-1 or GBK, which few machines have
 INDEX = ["data", "index", "--json", "--kind", "pairs"]
 
