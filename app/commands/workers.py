@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
+from actors.outcome import Exit
 from app.run.operator import ANSWER_S, NoMonitor, answer, ask_to_leave_lora_files, lives, monitor
+from app.settings.terminal import say
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -50,7 +52,8 @@ def drain(
     names: Annotated[list[str], typer.Argument(help="Names from `heddle workers list`, e.g. w2.")],
     wait_s: Annotated[float, typer.Option(help="Wait this long until they are gone; 0 does not wait.")] = 60.0,
 ) -> None:
-    """Let these workers finish their work, hand over their state and leave at a step boundary."""
+    """Let these workers finish their work, hand over their state and leave at a step boundary. Exit code 75 where they
+    are still there when the wait is over."""
     actor = monitor(run)
     report = answer(run, actor.report.remote())
     known = report.seen
@@ -59,6 +62,7 @@ def drain(
         there = ", ".join(sorted(known)) or "none yet"
         raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {there}.")
     answer(run, actor.drain.remote(tuple(names)))
+    _say_wait(wait_s, f"{', '.join(names)} to leave")
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         left = [name for name in names if name in answer(run, actor.report.remote()).seen]
@@ -67,6 +71,7 @@ def drain(
             return
         time.sleep(0.5)
     print(f"{', '.join(names)} will leave at the end of the step")
+    _not_yet(wait_s)
 
 
 @app.command("kill")
@@ -148,7 +153,10 @@ def stop(
     run: Run, wait_s: Annotated[float, typer.Option(help="Wait this long for the end; 0 does not wait.")] = 300.0
 ) -> None:
     """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it. One that has
-    taken its last step no longer waits for LoRA files."""
+    taken its last step no longer waits for LoRA files.
+
+    Exit code 75 of this command where the run still lives when the wait is over: nothing may copy its folder yet.
+    """
     try:
         actor = monitor(run)
     except NoMonitor:
@@ -163,6 +171,7 @@ def stop(
 
     warn_if_quiet(run, answer(run, actor.report.remote()))
     answer(run, actor.stop.remote("stopped by `heddle workers stop`"))
+    _say_wait(wait_s, "the running steps and the checkpoint of the run")
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         try:
@@ -174,14 +183,28 @@ def stop(
             continue
         time.sleep(0.5)
     print("the run will end after its running steps")
+    _not_yet(wait_s)
+
+
+def _say_wait(wait_s: float, what: str) -> None:
+    if wait_s > 0:
+        say(f"waiting up to {wait_s:g} s for {what}", sys.stdout)
+
+
+def _not_yet(wait_s: float) -> None:
+    """The wait is over, and what was waited for has not come: a command after && may not go on from it."""
+    if wait_s > 0:
+        raise typer.Exit(Exit.RESUMABLE)
 
 
 def _await_the_end(run: Path, wait_s: float) -> None:
     """Wait for the end of a run that has taken its last step."""
+    _say_wait(wait_s, "the end of the run, which has taken its last step")
     deadline = time.monotonic() + wait_s
     while lives(run):
         if time.monotonic() >= deadline:
             print("the run has taken its last step, and ends without the LoRA files that it waits for")
+            _not_yet(wait_s)
             return
         time.sleep(0.5)
     print("the run has ended; a --resume makes the LoRA files that it has not made")

@@ -22,9 +22,11 @@ from typing import Any
 import pytest
 import ray
 import torch
+import typer
 from safetensors.torch import load_file
 
 from actors.names import run_id
+from actors.outcome import Exit
 from actors.planning.forecasts import lora_files_gib
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent, RunFinished
 from actors.records.metrics_line import metrics_of
@@ -482,6 +484,9 @@ def test_stop_ends_the_wait_of_a_run_for_its_last_lora_files(
     lora.open()
     stop(folder, wait_s=0.0)
     assert "ends without the LoRA files that it waits for" in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as ended:
+        stop(folder, wait_s=0.3)
+    assert ended.value.exit_code == Exit.RESUMABLE, "it still lives"
     (folder / ".lora" / "stopped").unlink()
 
     def end() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+import typer
 
 from actors.config import SnapshotConfig
 from actors.held_state import HeldShard
@@ -234,6 +235,21 @@ def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.Capture
     stop(folder, wait_s=0)
     assert "heddle workers stop" in ray.get(monitor.report.remote()).wishes.stop
     assert "after its running steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["stop", "drain"])
+def test_a_wait_that_is_over_is_no_success(
+    command: str, live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`heddle workers stop && cp -r` copied a run that lived."""
+    with pytest.raises(typer.Exit) as ended:
+        if command == "stop":
+            stop(live_run[0], wait_s=0.3)
+        else:
+            drain(live_run[0], ["w1"], wait_s=0.3)
+    assert ended.value.exit_code == Exit.RESUMABLE
+    waits = "the running steps" if command == "stop" else "w1 to leave"
+    assert f"waiting up to 0.3 s for {waits}" in capsys.readouterr().out
 
 
 def test_a_worker_that_is_not_there_is_refused(live_run: tuple[Path, Any]) -> None:
