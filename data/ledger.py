@@ -30,7 +30,7 @@ from ops.line_file import LineFile
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
 _MOST_LATE = 1000  # lines of bad draws that wait for a disk that takes none; their clips train nothing meanwhile
 LEAST_IN_A_ROW = 20  # a source counts as gone after at least this many bad draws in a row, however small it is
-# times the bad draws after which a source is judged: without other clips it ends the run after as many draws in a row
+# times the bad draws after which a source is judged: one that has delivered nothing ends the run after as many draws
 # that are left out by choice, or after two epochs where these are fewer
 LEFT_OUT_FOR = 10
 
@@ -505,9 +505,12 @@ class Ledger:
             what = f"{whose}none of its last {counts.bad_in_a_row} draws could be read"
             remedy = " See whether its files are where data.sources says, then resume."
             raise DataError(self._sentence(what, counts.skipped, counts.last) + remedy)
-        # many of these in a row say nothing; of two epochs, that the source has nothing else
-        bound = LEFT_OUT_FOR * max(self.limits.bad_after, LEAST_IN_A_ROW)
-        if counts.left_out_in_a_row >= max(enough, min(2 * counts.planned, bound)):
+        # Many of these in a row say nothing, as shards may be of one kind; of two epochs, that the source has nothing
+        # else, and so do its first thousands.
+        bound = 2 * counts.planned
+        if not counts.delivered:
+            bound = min(bound, LEFT_OUT_FOR * max(self.limits.bad_after, LEAST_IN_A_ROW))
+        if counts.left_out_in_a_row >= max(enough, bound):
             what = f"{whose}none of its last {counts.left_out_in_a_row + counts.bad_in_a_row} draws could be trained"
             raise DataError(self._sentence(what, counts.skipped, counts.last))
 

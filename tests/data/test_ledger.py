@@ -334,6 +334,15 @@ def test_a_large_source_of_nothing_but_hdr_ends_the_run_long_before_two_epochs()
         ledger.check_limits()
 
 
+def test_a_source_that_has_other_clips_goes_on_after_any_number_of_hdr_within_two_epochs():
+    """Shards may be of one kind: 2,000 in a row were taken for all that it has."""
+    ledger = hdr_in_a_row(2_000, 2 * 2_000 - 1)
+    ledger.schedule(1)
+    ledger.skip(fault(Reason.HDR))
+    with pytest.raises(DataError, match="none of its last 4000 draws could be trained"):
+        ledger.check_limits()
+
+
 def hdr_in_a_row(rows: int, draws: int) -> Ledger:
     """The ledger of a source that had delivered 300 before."""
     ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
