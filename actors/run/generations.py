@@ -121,8 +121,6 @@ class GenerationManager:
                 answered.append(RecoveredWorker(worker=parted.worker))
         self.observe(*answered)
         self.observe(*self.lookout.look())
-        if self.runner is None:  # what keepers hold is all that there is
-            self._save_leaving()
         self._let_go()
 
     def lost(self, lost: GenerationLost) -> None:
@@ -300,6 +298,8 @@ class GenerationManager:
 
     def _let_go(self) -> None:
         """End the workers that leave. Not while others may need what they hold, unless that takes too long."""
+        if self.runner is None:  # what keepers hold is all that there is; with its last worker a node may go at once
+            self._save_leaving()
         needed, now = bool(self._leaving) and self._is_state_awaited(), time.monotonic()
         for name in [name for name, until in self._leaving.items() if not needed or now >= until]:
             del self._leaving[name]

@@ -1,7 +1,8 @@
 """Has checkpoints written in the background, by the keepers that hold the state; keeps the newest.
 
 Each keeper writes what lies on its node, all of them at a time: no worker waits for the disk, and no state crosses the
-network. A Ray task says which keeper writes what, and makes a checkpoint of it. One is written at a time.
+network. A Ray task says which keeper writes what, and makes a checkpoint of it. One that is due is put off while
+another is written; the last one is not, nor one of what leaves with its nodes.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 _POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
-_LEAVING_S = 10.0  # for keepers to answer whose nodes leave soon, and before they are asked once more
+_LEAVING_S = 10.0  # for keepers to answer whose nodes leave soon, and before the same are asked once more
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
 _OF_LATER_VERSION = "its newest checkpoint, with the version of Heddle that wrote it"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -116,7 +116,9 @@ class RunState:
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
         self._saved_leaving = -1  # the newest step of which a checkpoint was begun as its nodes leave
-        self._leaving_asked = -math.inf  # monotonic seconds; when keepers were last asked for what leaves with them
+        # Up to which step, and with which keepers' nodes, something might leave, as keepers were last asked.
+        self._leaving_asked: tuple[int, Sequence[keeper.KeeperHandle]] = (-1, ())
+        self._leaving_again = -math.inf  # monotonic seconds; when the same is asked once more
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
 
@@ -302,13 +304,13 @@ class RunState:
         The task that writes it needs a node that stays, as the controller's is as a rule: without any it never begins,
         and fails by its limit as one whose storage hangs.
         """
-        now = time.monotonic()
-        if committed <= self._saved_leaving or now < self._leaving_asked + _LEAVING_S:
+        if committed <= self._saved_leaving:
             return
-        leaving = self.keepers.leaving()
-        if not leaving:
+        leaving, commits = self.keepers.leaving(), CommitLog(committed=committed)
+        asked = committed, leaving
+        if not leaving or (asked == self._leaving_asked and time.monotonic() < self._leaving_again):
             return
-        self._leaving_asked, commits = now, CommitLog(committed=committed)
+        self._leaving_asked = asked
 
         def newest(found: Sequence[KeeperInventory]) -> Origin | None:
             return recovery_of(found, None, commits).origin
@@ -318,6 +320,7 @@ class RunState:
             return origin.step if origin is not None else -1
 
         found = self.keepers.inventories(_LEAVING_S, lambda found: stays(found) >= committed)
+        self._leaving_again = time.monotonic() + _LEAVING_S  # after the answer, for which one may have kept us waiting
         origin = newest(found)
         if origin is None or origin.step <= max(stays(found), self._saved_leaving) or self.writer.has(origin.step):
             return

@@ -118,7 +118,7 @@ class KeepersHere:
         return {}
 
     def leaving(self) -> list[str]:
-        return self.on_draining
+        return [*self.on_draining]
 
     def gone(self) -> list[str]:
         return []

@@ -684,8 +684,8 @@ def test_what_leaves_is_not_written_twice_and_again_when_the_run_has_gone_back(m
     assert writer.begun == [] and keepers.told == [], "it was due"
     keepers._inventories = KeepersHere(a=[held(9)])._inventories
     now[0] += 5
-    state.save_leaving(9)
-    assert writer.begun == [] and not state.writes_leaving, "keepers are not asked all the time"
+    state.save_leaving(8)
+    assert writer.begun == [] and not state.writes_leaving
     for _ in range(2):
         now[0] += 60
         state.save_leaving(9)
@@ -696,6 +696,33 @@ def test_what_leaves_is_not_written_twice_and_again_when_the_run_has_gone_back(m
     assert not state.writes_leaving
     being_written.append(9)
     assert state.writes_leaving
+
+
+def test_keepers_are_not_asked_all_the_time_for_what_leaves_but_at_once_when_more_nodes_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two nodes that left within 10 s the second one took the state along. One whose keeper was silent kept the
+    controller for 10 s, again and again."""
+    now, asked = [100.0], list[float]()
+
+    class Slow(KeepersHere):
+        def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
+            asked.append(now[0])
+            now[0] += patience_s
+            return super().inventories(patience_s, is_enough)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keepers = Slow(a=[held(8)], b=[held(8)])
+    keepers.on_draining = ["a"]
+    state = state_of(keepers=keepers, writer=(writer := Writing()), model=MODEL)
+    while now[0] < 125:
+        state.save_leaving(8)
+        now[0] += 1
+    assert asked == [100.0, 120.0] and writer.begun == []
+    now[0] = 135.0
+    keepers.on_draining = ["a", "b"]
+    state.save_leaving(8)
+    assert asked[2:] == [135.0] and [one.step for one in writer.begun] == [8]
 
 
 def test_while_a_checkpoint_is_written_its_version_stays(tmp_path: Path) -> None:
