@@ -55,6 +55,7 @@ _POSITION_S = 30.0  # an older position of the data also serves, so there is no 
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
 _LEAVING_S = 10.0  # for keepers to answer whose nodes leave soon, and before the same are asked once more
+_LEAVING_ANEW_S = 30.0  # between two attempts to write what leaves with its nodes: storage may be away for a moment
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
 _OF_LATER_VERSION = "its newest checkpoint, with the version of Heddle that wrote it"
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -115,7 +116,7 @@ class RunState:
         self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
-        self._saved_leaving = -1  # the newest step of which a checkpoint was begun as its nodes leave
+        self._saved_leaving = -1  # the newest step of which a checkpoint had to be written as its nodes leave
         # Up to which step, and with which keepers' nodes, something might leave, as keepers were last asked.
         self._leaving_asked: tuple[int, Sequence[keeper.KeeperHandle]] = (-1, ())
         self._leaving_again = -math.inf  # monotonic seconds; when the same is asked once more
@@ -234,7 +235,8 @@ class RunState:
             members[info.node] = (*members.get(info.node, ()), (info.pid, info.born))
         step = origin.step if origin is not None else -1
         self._held = ()
-        self._saved_leaving = min(self._saved_leaving, step)
+        if step < self._saved_leaving:
+            self._saved_leaving = -1
         self._uncopied = origin is not None and origin.checkpoint is None
         self.writer.go_back(step)
         self.disk.go_back(step, self.writer.steps)
@@ -299,12 +301,13 @@ class RunState:
 
     def save_leaving(self, committed: int) -> None:
         """No step runs. Nodes that Ray drains take what they hold along: where the newest state up to step `committed`
-        is whole only with them, a checkpoint of it begins at once, as long as they are there.
+        is whole only with them, a checkpoint of it begins at once, as long as they are there; and anew when one has
+        failed.
 
         The task that writes it needs a node that stays, as the controller's is as a rule: without any it never begins,
         and fails by its limit as one whose storage hangs.
         """
-        if committed <= self._saved_leaving:
+        if committed <= self._saved_leaving and self.writer.has(self._saved_leaving):
             return
         leaving, commits = self.keepers.leaving(), CommitLog(committed=committed)
         asked = committed, leaving
@@ -322,17 +325,25 @@ class RunState:
         found = self.keepers.inventories(_LEAVING_S, lambda found: stays(found) >= committed)
         self._leaving_again = time.monotonic() + _LEAVING_S  # after the answer, for which one may have kept us waiting
         origin = newest(found)
-        if origin is None or origin.step <= max(stays(found), self._saved_leaving) or self.writer.has(origin.step):
+        if origin is None or origin.step <= stays(found):
+            if self._saved_leaving not in self.writer.steps:
+                self._saved_leaving = -1
+            return
+        self._saved_leaving = origin.step  # also of one that was due and is being written: the nodes are awaited
+        if self.writer.has(origin.step):
             return
         log.warning("the nodes that hold step %d leave: a checkpoint of it begins", origin.step)
-        self._saved_leaving = origin.step
         self.keepers.pin([*self.writer.steps, origin.step])
         self._save(origin)
+        self._leaving_again = time.monotonic() + _LEAVING_ANEW_S
 
     @property
     def writes_leaving(self) -> bool:
-        """Whether a checkpoint is still being written that `save_leaving` has begun."""
-        return self._saved_leaving in self.writer.steps
+        """Whether a checkpoint that `save_leaving` has asked for is still being written, or has failed and begins anew
+        in a moment."""
+        step = self._saved_leaving
+        failed = step >= 0 and not self.writer.has(step)
+        return step in self.writer.steps or (failed and time.monotonic() < self._leaving_again)
 
     def _save(self, version: Origin) -> None:
         meta = self._meta(version.step)

@@ -625,6 +625,32 @@ def test_whoever_copies_what_was_handed_over_for_long_is_not_waited_for_and_said
     assert state_of(keepers=KeepersHere()).take_over(world, 8) == ["held 8"]
 
 
+class Keeping(Writing):
+    """Writes what has begun until the test says that it has ended; these steps have before."""
+
+    def __init__(self, *being_written: int) -> None:
+        super().__init__()
+        self._steps, self._whole = [*being_written], -1
+
+    @property
+    def steps(self) -> list[int]:
+        return [*self._steps]
+
+    def has(self, step: int) -> bool:
+        return step in self._steps or step <= self._whole
+
+    def save(self, version: Origin, meta: Any) -> None:
+        super().save(version, meta)
+        self._steps.append(version.step)
+
+    def end(self, step: int, whole: bool = True) -> None:
+        self._steps.remove(step)
+        self._whole = max(self._whole, step if whole else -1)
+
+    def go_back(self, step: int) -> None:
+        self._whole = min(self._whole, step)
+
+
 @pytest.mark.parametrize(
     ("holds", "drained", "begun"),
     [
@@ -655,7 +681,7 @@ def test_what_nodes_that_leave_alone_hold_is_written_at_once(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     keepers = OneByOne(None, **{name: [held(step) for step in steps] for name, steps in holds.items()})
     keepers.on_draining = [*drained]
-    state = state_of(keepers=keepers, writer=(writer := Writing()), model=MODEL)
+    state = state_of(keepers=keepers, writer=(writer := Keeping()), model=MODEL)
     for _ in range(3):
         state.save_leaving(8)
         now[0] += 60
@@ -665,37 +691,67 @@ def test_what_nodes_that_leave_alone_hold_is_written_at_once(
 
 
 def test_what_leaves_is_not_written_twice_and_again_when_the_run_has_gone_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    being_written = [8]
-
-    class Has(Writing):
-        @property
-        def steps(self) -> list[int]:
-            return being_written
-
-        def has(self, step: int) -> bool:
-            return step <= 8
-
+    writer = Keeping(8)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     keepers = KeepersHere(a=[held(8)])
     keepers.on_draining = ["a"]
-    state = state_of(keepers=keepers, writer=(writer := Has()), model=MODEL)
+    state = state_of(keepers=keepers, writer=writer, model=MODEL)
     state.save_leaving(8)
     assert writer.begun == [] and keepers.told == [], "it was due"
+    assert state.writes_leaving, "and is written by what leaves"
+    writer.end(8)
+    assert not state.writes_leaving
     keepers._inventories = KeepersHere(a=[held(9)])._inventories
-    now[0] += 5
-    state.save_leaving(8)
-    assert writer.begun == [] and not state.writes_leaving
     for _ in range(2):
         now[0] += 60
         state.save_leaving(9)
+        writer.end(9)
         state.open(Origin(step=7, checkpoint="step-7"), 5, [info("w0", "a", 1)])
-    assert [one.step for one in writer.begun] == [9, 9] and keepers.told[0] == ("pin", 8, 9)
-    now[0] += 60
-    state.save_leaving(9)
-    assert not state.writes_leaving
-    being_written.append(9)
-    assert state.writes_leaving
+        assert not state.writes_leaving
+    assert [one.step for one in writer.begun] == [9, 9] and keepers.told[0] == ("pin", 9)
+
+
+def test_what_leaves_is_written_anew_where_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment's ESTALE, and a node with an hour's notice took all steps since the last checkpoint along."""
+    now, writer = [100.0], Keeping()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keepers = KeepersHere(a=[held(8)])
+    keepers.on_draining = ["a"]
+    state = state_of(keepers=keepers, writer=writer, model=MODEL)
+    state.save_leaving(8)
+    writer.end(8, whole=False)
+    while now[0] < 125:
+        now[0] += 1
+        state.save_leaving(8)
+        assert len(writer.begun) == 1 and state.writes_leaving, "storage has a moment, and the nodes are awaited"
+    now[0] = 131.0
+    state.save_leaving(8)
+    assert [one.step for one in writer.begun] == [8, 8] and state.writes_leaving
+    writer.end(8)
+    now[0] = 200.0
+    state.save_leaving(8)
+    assert len(writer.begun) == 2 and not state.writes_leaving
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["others hold it by then", "they leave no more"])
+def test_nodes_are_not_awaited_for_long_whose_state_nobody_writes_anew(
+    monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    now, writer = [100.0], Keeping(8)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keepers = KeepersHere(a=[held(8)])
+    keepers.on_draining = ["a"]
+    state = state_of(keepers=keepers, writer=writer, model=MODEL)
+    state.save_leaving(8)
+    writer.end(8, whole=False)
+    if copied:
+        keepers._inventories = KeepersHere(a=[held(8)], stays=[held(8)])._inventories
+    else:
+        keepers.on_draining = []
+    now[0] = 140.0
+    state.save_leaving(8)
+    assert writer.begun == [] and not state.writes_leaving
 
 
 def test_keepers_are_not_asked_all_the_time_for_what_leaves_but_at_once_when_more_nodes_leave(
