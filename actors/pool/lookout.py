@@ -142,13 +142,16 @@ class Lookout:
 
     def _report(self) -> MonitorReport | None:
         """The monitor's report, or None while it does not answer; a new one gets what the old one knew. Only the first
-        look waits for an answer, the next ones see whether it has come."""
+        look waits for an answer, the next ones see whether it has come. Raises RuntimeEnvSetupError, by which the next
+        controller makes another monitor."""
         asked, self._question = self._question, self._question or self._monitor.collect.remote()
         try:
             if asked is not None and not has_come(asked):
                 raise ray.exceptions.GetTimeoutError
             # A large report of another node never comes where it is given no time to be fetched.
             report = get(self._question, timeout=_FETCH_S if asked is not None else _ANSWER_S)
+        except ray.exceptions.RuntimeEnvSetupError:
+            raise  # Ray gives such an actor up, whatever its restarts: none would come, however long it is waited for
         except (*GONE, ray.exceptions.GetTimeoutError) as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
                 self._question = None
