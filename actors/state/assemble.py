@@ -38,6 +38,7 @@ def assemble_state(
             events,
             weight_bytes=bytes_per_weight(config.train.optimizer),
             unmoved=disk.unmoved,
+            disown=disk.disown,
         ),
         disk=disk,
         positions=positions,

@@ -94,12 +94,13 @@ class Writer:
         *,
         weight_bytes: int,
         unmoved: set[int] | None = None,
+        disown: Callable[[int], None] = lambda step: None,
     ) -> None:
         """`unmoved`: steps of which an old one may lie there that is not the run's own; see `CheckpointsOnDisk`. One of
-        which a checkpoint has become whole is taken out."""
+        which a checkpoint has become whole is taken out. One that could not be written is given to `disown`."""
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._weight_bytes = weight_bytes
-        self._unmoved = set[int]() if unmoved is None else unmoved
+        self._unmoved, self._disown = set[int]() if unmoved is None else unmoved, disown
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._newest_whole = -1  # of those that this writer has made, and that the run has not gone back from
@@ -107,7 +108,9 @@ class Writer:
         self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
         self._longest_s = 0.0  # that one took which is whole
         self._hurries = False  # somebody waits for the end of the run
-        self._owed = False  # one was put off, given up, or lost with those who wrote it: a later step is taken soon
+        # One was put off, given up, lost with those who wrote it, or failed where an old one may lie there, which the
+        # next start could take for the run's own: a later step is taken soon.
+        self._owed = False
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this step: at the interval of the settings, after the last, and soon
@@ -213,6 +216,8 @@ class Writer:
         return min(_WRITE_S, max(_STOPPING_S, usual_s))
 
     def _give_up(self, step: int, why: str) -> None:
+        self._owed |= step in self._unmoved
+        self._disown(step)
         log.error("the checkpoint of step %d was not written: %s", step, why)
         self._events.tell(CheckpointFailed(step=step, why=why))
 

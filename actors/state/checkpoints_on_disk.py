@@ -138,6 +138,14 @@ class CheckpointsOnDisk:
                 self.unmoved.add(step)
             self._own.add(step)
 
+    def disown(self, step: int) -> None:
+        """An attempt to write this step has failed. An old one that could not be moved before lies there still, and is
+        moved by the next look: this set of them ends with this process, and the next one would take it for the run's
+        own. Asks storage nothing, which may hang."""
+        if step in self.unmoved:
+            self.unmoved.remove(step)
+            self._own.discard(step)
+
     def _look(self, deadline: float) -> list[Path]:
         """All that are there, once those that the run goes on without are moved. Raises what keeps storage from saying
         it until then."""

@@ -224,17 +224,74 @@ def save(writer: checkpoints.Writer, step: int) -> None:
         writer.save(Origin(step=step, generation=step, keepers=(ALL,)), {"step": step, **META})
 
 
-@pytest.mark.parametrize("again", [True, False], ids=["its step is written again", "the run goes back"])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        None,
+        ray.exceptions.RayTaskError("write", "", OSError(errno.ESTALE, "Stale file handle")),
+        ray.exceptions.WorkerCrashedError(),
+        TimeoutError(),
+    ],
+    ids=["it is written", "storage is still away", "its process ends", "it is given up"],
+)
 def test_an_old_one_that_cannot_be_moved_as_its_step_is_written_is_never_the_runs_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Exception | None
 ) -> None:
-    """Read a moment later it was whole: nothing was written, and a run that lost its nodes went on from it."""
+    """Read a moment later it was whole: nothing was written, and a run that lost its nodes went on from it. Where
+    whoever wrote the step could not move it either, it kept its name, and the next start took it."""
     folder, earlier = write(tmp_path, 19, came="before"), write(tmp_path, 9)
     disk, tasks = CheckpointsOnDisk(tmp_path, Listening().on_event), Tasks(monkeypatch)
     writer = checkpoints.Writer(
-        tmp_path, CheckpointConfig(every=10), 99, Events(Listening()), weight_bytes=16, unmoved=disk.unmoved
+        tmp_path,
+        CheckpointConfig(every=10),
+        99,
+        Events(Listening()),
+        weight_bytes=16,
+        unmoved=disk.unmoved,
+        disown=disk.disown,
     )
     origin, meta = Origin(step=19, generation=1, keepers=(ALL,)), {"step": 19, **META}
+    make_way_in_vain(disk, monkeypatch)
+    writer.save(origin, meta)
+    assert disk.newest() == (9, earlier), "it is not written yet"
+    if fails is not None:
+        if isinstance(fails, TimeoutError):
+            now = time.monotonic() + 3601
+            monkeypatch.setattr(time, "monotonic", lambda: now)
+            monkeypatch.setattr(ray, "cancel", lambda task, force: None)
+        else:
+            tasks.results[0] = fails
+            tasks.done.add(0)
+        writer.poll()
+        assert writer.due(20), "until there is another, a next start might come before anybody looks"
+        assert disk.newest() == (9, earlier) and not folder.exists()
+        assert CheckpointsOnDisk(tmp_path, Listening().on_event).newest() == (9, earlier)
+        disk.make_way(19)
+        writer.save(origin, meta)
+    with monkeypatch.context() as answering:
+        answering.setattr(ray, "get", lambda value, timeout=None: value)
+        checkpoints._write(*tasks.begun[-1])
+    tasks.done.add(len(tasks.begun) - 1)
+    writer.poll()
+    assert disk.newest() == (19, folder) and "came" not in checkpoint.load(folder)[0]
+    assert checkpoint.load(folder.with_name("passed-over-step-19"))[0]["came"] == "before"
+    disk.go_back(20)
+    assert disk.newest() == (19, folder)
+
+
+def test_an_old_one_whose_step_nobody_writes_is_moved_when_the_run_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, earlier = write(tmp_path, 19, came="before"), write(tmp_path, 9)
+    disk = CheckpointsOnDisk(tmp_path, Listening().on_event)
+    make_way_in_vain(disk, monkeypatch)
+    assert disk.newest() == (9, earlier) and folder.is_dir()
+    disk.go_back(25)
+    assert disk.newest() == (9, earlier) and not folder.exists()
+
+
+def make_way_in_vain(disk: CheckpointsOnDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on after step 9, and nothing can be moved as it comes to step 19."""
 
     def gone(path: Path, target: Path) -> None:
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
@@ -243,27 +300,6 @@ def test_an_old_one_that_cannot_be_moved_as_its_step_is_written_is_never_the_run
         away.setattr(Path, "rename", gone)
         disk.go_back(9)
         disk.make_way(19)
-    writer.save(origin, meta)
-    assert disk.newest() == (9, earlier), "it is not written yet"
-    tasks.results[0] = ray.exceptions.RayTaskError("write", "", checkpoints.StateLost("a keeper is gone"))
-    tasks.done.add(0)
-    writer.poll()
-    assert disk.newest() == (9, earlier) and folder.is_dir(), "nothing was written"
-    if not again:
-        disk.go_back(25)
-        assert disk.newest() == (9, earlier) and not folder.exists()
-        return
-    disk.make_way(19)
-    writer.save(origin, meta)
-    with monkeypatch.context() as answering:
-        answering.setattr(ray, "get", lambda value, timeout=None: value)
-        checkpoints._write(*tasks.begun[1])
-    tasks.done.add(1)
-    writer.poll()
-    assert disk.newest() == (19, folder) and "came" not in checkpoint.load(folder)[0]
-    assert checkpoint.load(folder.with_name("passed-over-step-19"))[0]["came"] == "before"
-    disk.go_back(20)
-    assert disk.newest() == (19, folder)
 
 
 def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
