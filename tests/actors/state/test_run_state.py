@@ -757,7 +757,7 @@ def test_nodes_are_not_awaited_for_long_whose_state_nobody_writes_anew(
 def test_keepers_are_not_asked_all_the_time_for_what_leaves_but_at_once_when_more_nodes_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two nodes that left within 10 s the second one took the state along. One whose keeper was silent kept the
+    """The second of two nodes that left within 10 s took the state along. One whose keeper was silent kept the
     controller for 10 s, again and again."""
     now, asked = [100.0], list[float]()
 
