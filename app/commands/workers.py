@@ -162,7 +162,14 @@ def stop(
     except NoMonitor:
         if not (lives(run) and ask_to_leave_lora_files(run)):
             raise
-        _await_the_end(run, wait_s)
+        _say_wait(wait_s, "the end of the run, which has taken its last step")
+        _await_the_end(
+            run,
+            wait_s,
+            time.monotonic() + wait_s,
+            meanwhile="the run has taken its last step, and ends without the LoRA files that it waits for",
+            then="the run has ended; a --resume makes the LoRA files that it has not made",
+        )
         return
     ask_to_leave_lora_files(run)
     from ray.exceptions import GetTimeoutError
@@ -176,8 +183,14 @@ def stop(
     while time.monotonic() < deadline:
         try:
             get(actor.ping.remote(), timeout=ANSWER_S)
-        except GONE:
-            print("the run has ended; continue it with --resume")
+        except GONE:  # which the run ends before it writes its last files
+            _await_the_end(
+                run,
+                wait_s,
+                deadline,
+                meanwhile="the run has ended its steps and is still writing",
+                then="the run has ended; continue it with --resume",
+            )
             return
         except GetTimeoutError:  # a busy host
             continue
@@ -197,17 +210,16 @@ def _not_yet(wait_s: float) -> None:
         raise typer.Exit(Exit.RESUMABLE)
 
 
-def _await_the_end(run: Path, wait_s: float) -> None:
-    """Wait for the end of a run that has taken its last step."""
-    _say_wait(wait_s, "the end of the run, which has taken its last step")
-    deadline = time.monotonic() + wait_s
+def _await_the_end(run: Path, wait_s: float, deadline: float, *, meanwhile: str, then: str) -> None:
+    """Wait until the folder says that the run has ended, and say `then`, or `meanwhile` where it lives at the
+    deadline."""
     while lives(run):
         if time.monotonic() >= deadline:
-            print("the run has taken its last step, and ends without the LoRA files that it waits for")
+            print(meanwhile)
             _not_yet(wait_s)
             return
         time.sleep(0.5)
-    print("the run has ended; a --resume makes the LoRA files that it has not made")
+    print(then)
 
 
 def warn_if_quiet(run: Path, report: MonitorReport) -> None:

@@ -252,6 +252,31 @@ def test_a_wait_that_is_over_is_no_success(
     assert f"waiting up to 0.3 s for {waits}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("looks", [[True, True, False], [True] * 100], ids=["it ends", "it goes on"])
+def test_stop_waits_for_what_a_run_writes_after_its_monitor(
+    looks: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is gone before the outcome is written, and so the folder was copied without it."""
+    gone, left = Handle(report=lambda: None, stop=lambda why: None, ping=lambda: None), iter(looks)
+
+    def get(reference: object, timeout: float) -> None:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr("app.commands.workers.monitor", lambda run: gone)
+    monkeypatch.setattr("app.commands.workers.answer", lambda run, reference: None)
+    monkeypatch.setattr("app.commands.workers.warn_if_quiet", lambda run, report: None)
+    monkeypatch.setattr("app.commands.workers.lives", lambda run: next(left))
+    monkeypatch.setattr("actors.ray_calls.get", get)
+    if looks[-1]:
+        with pytest.raises(typer.Exit) as ended:
+            stop(tmp_path, wait_s=0.6)
+        assert ended.value.exit_code == Exit.RESUMABLE
+        assert "the run has ended its steps and is still writing" in capsys.readouterr().out
+        return
+    stop(tmp_path, wait_s=60.0)
+    assert list(left) == [] and "the run has ended; continue it" in capsys.readouterr().out
+
+
 def test_a_worker_that_is_not_there_is_refused(live_run: tuple[Path, Any]) -> None:
     with pytest.raises(ConfigError, match="worker w9 is not in the run; it has w0, w1"):
         drain(live_run[0], ["w9"], wait_s=0)
