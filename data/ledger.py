@@ -26,6 +26,7 @@ from typing import NotRequired, TypedDict, final
 from data.config import LimitsConfig
 from data.errors import DataError, DataIOError
 from ops.line_file import LineFile
+from ops.standard_out import is_stdout
 
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
 _MOST_LATE = 1000  # lines of bad draws that wait for a disk that takes none; their clips train nothing meanwhile
@@ -288,10 +289,12 @@ class Ledger:
 
     def __init__(self, limits: LimitsConfig | None = None, path: str | Path | None = None) -> None:
         """`path`: where bad.jsonl is appended; without it faults are only counted. A resumed run counts the faults of
-        its index again, but the file lists them already, or the first of them where the start before was killed."""
+        its index again, but the file lists them already, or the first of them where the start before was killed. What
+        lies in the file of `>> FILE` is no such list."""
         self.limits = limits or LimitsConfig()
         self.path = Path(path) if path else None
         resumed = self.path is not None and self.path.exists() and self.path.stat().st_size > 0
+        resumed = resumed and not is_stdout(self.path)
         self._listed = _whole_lines(self.path) if self.path is not None and resumed else None  # by an earlier start
         self.sources: defaultdict[int, SourceCounts] = defaultdict(SourceCounts)
         self.shard_faults: Counter[Reason] = Counter()

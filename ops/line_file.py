@@ -8,12 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from ops.standard_out import STDOUT, is_stdout
+
 _CHUNK = 64 * 2**10
 
 
 class LineFile:
     """Lines are added all together or not at all. Opened with the first of them, after the last whole line: a killed
-    writer may have left half of one."""
+    writer may have left half of one; on stdout after what is printed there, whatever that is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,10 +55,13 @@ class LineFile:
 
     def _opened(self) -> int:
         if self._file is None:
-            self._cut()
-            cut_torn_line(self.path)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = os.dup(STDOUT) if is_stdout(self.path) else self._at_its_end()
         return self._file
+
+    def _at_its_end(self) -> int:
+        self._cut()
+        cut_torn_line(self.path)
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _cut(self) -> None:
         if self._cut_at is not None:

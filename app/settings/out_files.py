@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from app.settings.standard_out import write_out
+from ops.standard_out import is_stdout
 from ops.typed import ConfigError
 from ops.whole_file import whole_file
 
@@ -17,14 +19,17 @@ _RUN = ("config.yaml", "metrics.jsonl")  # in the folder of a run that has begun
 
 def check_page(path: Path | None, option: str = "--out") -> None:
     """As `check_writable`, for an HTML page. Raises ConfigError also where the page would replace a file that is none,
-    such as a run's records."""
-    if path is not None and path.is_file() and path.suffix.lower() not in PAGES:
+    such as a run's records; that of `> FILE` may have any name."""
+    if path is not None and path.is_file() and not is_stdout(path) and path.suffix.lower() not in PAGES:
         raise ConfigError(f"{option} {path} is there and no page; give a file that ends in {PAGES[0]}.")
     check_writable([path], option)
 
 
 def put_page(path: Path, text: str) -> None:
-    """In the place of an earlier one, as `out_file`."""
+    """In the place of an earlier one, as `out_file`; on stdout after what is there."""
+    if is_stdout(path):
+        write_out(path, text)
+        return
     with out_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
@@ -34,7 +39,7 @@ def out_file(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of an earlier file, which a full disk leaves as it was. What is no file, such
     as a pipe or /dev/null, and a file in a folder that takes no others, are written as they are."""
     target = Path(os.path.realpath(path))  # what a link leads to, whose place is not for a page
-    if is_no_file(path):  # /dev/stdout leads to what has no path
+    if path.exists() and not path.is_file():  # /dev/stdout may lead to what has no path
         yield path
     elif not os.access(target.parent, os.W_OK | os.X_OK):
         yield target
@@ -51,15 +56,17 @@ def begin_list(path: Path, option: str = "--out") -> None:
             f"{option} {path} is in the folder of a run, whose own lists have such names; give a file elsewhere."
         )
     check_writable([path], option)
+    if is_no_file(path):
+        return
     if path.is_symlink() and path.is_file():
         os.truncate(path, 0)
-    elif not is_no_file(path):
+    else:
         path.unlink(missing_ok=True)
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether something is there that is not for replacing: a pipe, a terminal, a device."""
-    return path.exists() and not path.is_file()
+    """Whether something is there that is not for replacing: a pipe, a terminal, a device, what this process prints."""
+    return path.exists() and (not path.is_file() or is_stdout(path))
 
 
 def check_writable(files: Iterable[Path | None], option: str = "--out") -> None:

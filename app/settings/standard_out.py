@@ -1,4 +1,4 @@
-"""A file that a command is to write may be where it prints: /dev/stdout, so that another program reads it."""
+"""What a command says and writes where a file that it is to write is where it prints."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-_STDOUT = 1  # its descriptor
-
-
-def is_stdout(path: Path | None) -> bool:
-    """Whether what is written there lies among what this process prints: in a pipe, or in the file of `> FILE`."""
-    try:
-        return path is not None and os.path.samestat(path.stat(), os.fstat(_STDOUT))
-    except OSError:  # there is no such file yet, or stdout is closed
-        return False
+from ops.standard_out import STDOUT, is_stdout
 
 
 @contextmanager
@@ -34,5 +26,5 @@ def write_out(path: Path, text: str) -> None:
     if not is_stdout(path):
         path.write_text(text, encoding="utf-8")
         return
-    with open(os.dup(_STDOUT), "w", encoding="utf-8") as stream:
+    with open(os.dup(STDOUT), "w", encoding="utf-8") as stream:
         stream.write(text)

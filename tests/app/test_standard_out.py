@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from app.settings.standard_out import is_stdout
+from ops.standard_out import is_stdout
 from tests.app.test_plan import PROFILE, WORKLOAD
+from tests.data.making import good, sample, shard
 
 
 def heddle(*words: object, stdout: IO[bytes] | int) -> subprocess.CompletedProcess[bytes]:
@@ -44,6 +47,44 @@ def test_a_report_in_a_pipe_ends_with_the_page(run_folder: Path) -> None:
     page = done.stdout.decode()
     assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
     assert b"report    /dev/stdout" in done.stderr and b"timeline  " in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"], ids=[">", ">>"])
+def test_a_report_in_a_file_of_any_name_is_what_it_prints(run_folder: Path, tmp_path: Path, mode: str) -> None:
+    """It was refused for the name of the file."""
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    with log.open(mode) as stream:
+        heddle("report", run_folder, "--out", "/dev/stdout", stdout=stream)
+    text = log.read_text()
+    assert text.startswith("earlier\n<!doctype html>" if mode == "ab" else "<!doctype html>")
+    assert text.rstrip().endswith("</html>") and [*tmp_path.glob("*.part")] == []
+
+
+def test_a_report_goes_over_a_socket(run_folder: Path) -> None:
+    """As of a service manager; there /dev/stdout cannot be opened."""
+    ours, theirs = socket.socketpair()
+    with ours, ThreadPoolExecutor(1) as readers:
+        read = readers.submit(lambda: b"".join(iter(lambda: ours.recv(2**16), b"")))
+        with theirs:
+            heddle("report", run_folder, "--out", "/dev/stdout", stdout=theirs.fileno())
+        page = read.result(60).decode()
+    assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+
+
+def test_a_list_of_faults_on_stdout_ends_no_log_and_puts_nothing_beside_it(tmp_path: Path) -> None:
+    (source := tmp_path / "shards").mkdir()
+    for name in ("00000.tar", "00001.tar"):
+        (source / name).write_bytes(shard([*good(2), *sample(2, mp4=None)]))
+    (devices := tmp_path / "devices").mkdir()
+    (link := devices / "stdout").symlink_to("/dev/stdout")
+    (log := tmp_path / "log").write_text("earlier")
+    with log.open("ab") as stream:
+        heddle("data", "lint", source, "--headers-only", "--out", link, stdout=stream)
+    text = log.read_text()
+    faults = [json.loads(line) for line in text.removeprefix("earlier").splitlines() if line.startswith("{")]
+    assert text.startswith("earlier{") and [fault["reason"] for fault in faults] == ["no_media"] * 2
+    assert [*devices.iterdir()] == [link]
 
 
 def test_a_file_that_is_not_there_is_not_stdout(tmp_path: Path) -> None:
