@@ -40,6 +40,7 @@ def compare(
     from app.report.compare import write_comparison
     from app.settings.out_files import check_page
     from app.settings.standard_out import talk_beside
+    from ops.standard_out import is_stdout
 
     folders = list(runs or [])
     words = ["heddle", "compare", *map(str, folders)]
@@ -47,6 +48,8 @@ def compare(
         if folders:
             raise ConfigError(f"give either run directories, such as {folders[0]}, or --config with --strategy.")
         check_page(out)
+        if is_stdout(out):  # where the runs print
+            raise ConfigError(f"--out {out} is for runs that are there; give a file.")
         folders = _trained(config, strategies or [], steps, overrides or [], resume, overwrite)
         words += _training_words(config, strategies or [], steps, overrides or [])
     elif strategies or steps is not None or overrides or resume or overwrite:

@@ -123,6 +123,7 @@ def lint(
     from app.data_tools.printing import print_defaults, print_ledger, print_repeated, print_unread
     from app.data_tools.sources import ProgressBar, count_cut_captions, curriculum_of, open_indexes
     from app.settings.out_files import begin_list, is_no_file
+    from app.settings.standard_out import talk_beside
     from data.dataset.dropped import dropped_samples, write_dropped
     from data.errors import DataError
     from data.in_words import DROPPED
@@ -130,51 +131,52 @@ def lint(
     from data.tools.lint import lint as check
     from data.tools.repeats import repeated_samples, write_repeated
 
-    sources, limits = options.sources()
-    begin_list(out)
-    dropped, again = (None if is_no_file(out) else out.with_name(name) for name in (DROPPED, "repeated.jsonl"))
-    ledger = Ledger(limits, out)
-    indexes = open_indexes(sources, limits, options.cache, ledger, options.workers, allow_empty=True)
-    for fault in (fault for index in indexes for fault in index.missing_faults()):
-        ledger.add_line(fault)
-    admitted, num_dropped = None, 0
-    if options.config is not None:
-        curriculum = curriculum_of(options.config, options.overrides, indexes, ledger)
-        admitted = [codes >= 0 for codes in curriculum.codes]
-        if dropped is not None:
-            num_dropped = write_dropped(dropped, dropped_samples(curriculum, indexes))
-    with ProgressBar("decoding", quiet=as_json or headers_only) as progress:
-        check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
-    ledger.close()
-    ledger.check()
-    cut = None
-    if options.config is not None and admitted is not None:
-        cut = count_cut_captions(options.config, options.overrides, indexes, admitted)
-    repeated = repeated_samples(indexes, admitted)
-    if again is not None:
-        write_repeated(again, repeated)
-    if as_json:
-        facts = {"repeated": len(repeated), "unread": {index.name: index.unread for index in indexes}}
-        told = ledger.summary() | facts | ({"long_captions": cut.count} if cut else {})
-        print(json.dumps(told, indent=1, allow_nan=False))
-    else:
-        print_unread(indexes)
-        print_defaults(indexes)
-        print_ledger(ledger)
-        print_repeated(repeated, again)
-        if cut and cut.count:
-            print(
-                f"{cut.count} of {cut.captions} captions have more than model.text.max_length {cut.most_tokens} tokens "
-                f"and are cut there"
-            )
-        if out.exists():
-            print(f"faults    {out}")
-        if num_dropped:
-            print(f"dropped   {dropped}, {counted(num_dropped, 'sample')}")
-    ledger.check_limits()
-    if not ledger.planned:
-        why = ", ".join(f"{count} {reason}" for reason, count in ledger.rejected.most_common(3))
-        raise DataError(f"none of {ledger.indexed} samples can be used: {why}; {out} lists them.")
+    with talk_beside(out):
+        sources, limits = options.sources()
+        begin_list(out)
+        dropped, again = (None if is_no_file(out) else out.with_name(name) for name in (DROPPED, "repeated.jsonl"))
+        ledger = Ledger(limits, out)
+        indexes = open_indexes(sources, limits, options.cache, ledger, options.workers, allow_empty=True)
+        for fault in (fault for index in indexes for fault in index.missing_faults()):
+            ledger.add_line(fault)
+        admitted, num_dropped = None, 0
+        if options.config is not None:
+            curriculum = curriculum_of(options.config, options.overrides, indexes, ledger)
+            admitted = [codes >= 0 for codes in curriculum.codes]
+            if dropped is not None:
+                num_dropped = write_dropped(dropped, dropped_samples(curriculum, indexes))
+        with ProgressBar("decoding", quiet=as_json or headers_only) as progress:
+            check(indexes, ledger, admitted=admitted, decode=not headers_only, progress=progress)
+        ledger.close()
+        ledger.check()
+        cut = None
+        if options.config is not None and admitted is not None:
+            cut = count_cut_captions(options.config, options.overrides, indexes, admitted)
+        repeated = repeated_samples(indexes, admitted)
+        if again is not None:
+            write_repeated(again, repeated)
+        if as_json:
+            facts = {"repeated": len(repeated), "unread": {index.name: index.unread for index in indexes}}
+            told = ledger.summary() | facts | ({"long_captions": cut.count} if cut else {})
+            print(json.dumps(told, indent=1, allow_nan=False))
+        else:
+            print_unread(indexes)
+            print_defaults(indexes)
+            print_ledger(ledger)
+            print_repeated(repeated, again)
+            if cut and cut.count:
+                print(
+                    f"{cut.count} of {cut.captions} captions have more than model.text.max_length {cut.most_tokens} "
+                    f"tokens and are cut there"
+                )
+            if out.exists():
+                print(f"faults    {out}")
+            if num_dropped:
+                print(f"dropped   {dropped}, {counted(num_dropped, 'sample')}")
+        ledger.check_limits()
+        if not ledger.planned:
+            why = ", ".join(f"{count} {reason}" for reason, count in ledger.rejected.most_common(3))
+            raise DataError(f"none of {ledger.indexed} samples can be used: {why}; {out} lists them.")
 
 
 @app.command()
@@ -320,5 +322,7 @@ def cache(
     limits allow.
     """
     from app.caching.command import cache as fill
+    from app.settings.standard_out import talk_beside
 
-    fill(config, overrides or [], cluster=cluster, dry_run=dry_run, again=again, out=out)
+    with talk_beside(out):
+        fill(config, overrides or [], cluster=cluster, dry_run=dry_run, again=again, out=out)

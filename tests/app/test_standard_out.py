@@ -12,7 +12,9 @@ from typing import IO
 
 import pytest
 
+from app.commands.compare import compare
 from ops.standard_out import is_stdout
+from ops.typed import ConfigError
 from tests.app.test_plan import PROFILE, WORKLOAD
 from tests.data.making import good, sample, shard
 
@@ -80,11 +82,17 @@ def test_a_list_of_faults_on_stdout_ends_no_log_and_puts_nothing_beside_it(tmp_p
     (link := devices / "stdout").symlink_to("/dev/stdout")
     (log := tmp_path / "log").write_text("earlier")
     with log.open("ab") as stream:
-        heddle("data", "lint", source, "--headers-only", "--out", link, stdout=stream)
+        done = heddle("data", "lint", source, "--headers-only", "--out", link, stdout=stream)
     text = log.read_text()
-    faults = [json.loads(line) for line in text.removeprefix("earlier").splitlines() if line.startswith("{")]
+    faults = [json.loads(line) for line in text.removeprefix("earlier").splitlines()]
     assert text.startswith("earlier{") and [fault["reason"] for fault in faults] == ["no_media"] * 2
-    assert [*devices.iterdir()] == [link]
+    assert [*devices.iterdir()] == [link] and b"indexed 6 = usable 4 + rejected 2" in done.stderr
+
+
+def test_runs_that_print_where_the_page_is_to_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.commands.compare._trained", lambda *given: pytest.fail("trained"))
+    with pytest.raises(ConfigError, match="--out /dev/stdout is for runs that are there; give a file"):
+        compare(out=Path("/dev/stdout"), config=Path("run.yaml"), strategies=["static", "cascade"])
 
 
 def test_a_file_that_is_not_there_is_not_stdout(tmp_path: Path) -> None:
