@@ -109,6 +109,7 @@ class _RichBar:
             console=console,
             speed_estimate_period=_SPEED_S,
             expand=True,  # what is left belongs to the figures
+            redirect_stderr=sys.stderr.isatty(),  # `2> err.log` has its warnings
         )
         self._bar.start()
         self._task = self._bar.add_task("train", total=total_steps, figures="starting workers")

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -395,6 +396,18 @@ def test_a_terminal_gets_one_line_that_moves(stream: Terminal) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "step 3/3" in text and "loss 0.5000  1.25 s/step  2 workers" in text
     assert "worker w1: dead" in text
+
+
+@pytest.mark.parametrize("shown", [False, True], ids=["log", "terminal"])
+def test_a_bar_takes_warnings_above_itself_where_they_are_for_the_terminal(
+    shown: bool, stream: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`heddle train 2> err.log` lost them to the terminal of the bar."""
+    monkeypatch.setattr("sys.stderr", err := Terminal() if shown else io.StringIO())
+    progress = ProgressLine(3, stream)
+    print("a warning", file=sys.stderr)
+    progress.close()
+    assert ("a warning" in stream.getvalue()) == shown and err.getvalue() == ("" if shown else "a warning\n")
 
 
 @pytest.mark.parametrize(("columns", "bar", "last"), [(80, False, "3.11 s/step"), (140, True, "8 workers")])
