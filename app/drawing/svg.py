@@ -171,9 +171,12 @@ def line_chart(
 
 
 def _in_words(series: Series) -> str:
-    """Where a curve begins and ends; "" of one without a number."""
+    """Where a curve begins and ends, and whether that is its last point; "" of one without a number."""
     known = [y for y in series.ys if math.isfinite(y)]
-    return f"{series.name} from {number(known[0])} to {number(known[-1])}" if known else ""
+    if not known:
+        return ""
+    end = "" if math.isfinite(series.ys[-1]) else ", the last not known"
+    return f"{series.name} from {number(known[0])} to {number(known[-1])}{end}"
 
 
 def legend(kinds: Mapping[str, str], *words: str) -> str:

@@ -72,5 +72,6 @@ def _listed(path: Path) -> list[str]:
 def _embed(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     if path.suffix == ".mp4":
-        return f"<video autoplay loop muted playsinline controls src='data:video/mp4;base64,{data}'></video>"
+        played = "autoplay loop muted playsinline controls"
+        return f"<video {played} aria-label='{escape(path.stem)}' src='data:video/mp4;base64,{data}'></video>"
     return f"<img alt='{escape(path.stem)}' src='data:image/{path.suffix[1:]};base64,{data}'>"

@@ -402,8 +402,10 @@ def test_what_is_read_out_of_a_picture_are_its_names_and_its_first_and_last_valu
     """A reader of a screen takes a picture as one: of what lies in it, hover titles as well, nothing is read out."""
     loss = Series(name="loss <a>", xs=[0, 1, 2, 3], ys=[math.nan, 2.5, 9.0, 0.125])
     rate = Series(name="rate", xs=[0, 3], ys=[1e-4, 1e-5], css="c2 dashed")
-    drawn = line_chart([loss, rate])
-    said = "curves over step 0 to 3: loss &lt;a&gt; from 2.5 to 0.125; rate from 0.0001 to 1e-05"
+    gone = Series(name="b", xs=[0, 2, 3], ys=[2.0, 1.0, math.nan])
+    drawn = line_chart([loss, rate, gone])
+    said = "loss &lt;a&gt; from 2.5 to 0.125; rate from 0.0001 to 1e-05; b from 2 to 1, the last not known"
+    said = f"curves over step 0 to 3: {said}"
     assert f'role="img" aria-label="{said}"' in drawn
     drawn = timeline([Lane(name=f"w{i}", bars=[Bar(start_s=0, end_s=2, css="dit", title="t")] * 3) for i in range(4)])
     assert 'role="img" aria-label="timeline of 2 s, w0 to w3: 12 bars"' in drawn

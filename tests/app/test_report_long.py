@@ -194,6 +194,7 @@ def test_a_month_of_samples_is_not_named_one_by_one(tmp_path: Path) -> None:
     for step in range(300):
         (tmp_path / "samples" / f"step-{step}-00.mp4").write_bytes(b"1234")
     text = samples_html(RunDir.open(tmp_path), most_bytes=10)
+    assert "aria-label='step-299-00' src='data:video" in text
     assert text.count("<video") == 2 and text.count("too large to embed") == 20 and len(text) < 10_000
     assert "step-299: a dog<" in text and "278 more files in samples/" in text
 
