@@ -174,7 +174,7 @@ def table(costs: Sequence[StepCost], elements: int) -> str:
 
 def run(
     elements: Annotated[int, typer.Option(help="Weights of the model.", min=1)] = 16_000_000,
-    workers: Annotated[list[int], typer.Option(help="How many processes; repeatable.")] = [2, 3],  # noqa: B006 (for Typer)
+    workers: Annotated[list[int], typer.Option(metavar="NUMBER", help="How many processes; repeatable.")] = [2, 3],  # noqa: B006 (for Typer)
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.", min=1)] = 9,
 ) -> None:
     """Measure and print the Markdown table."""

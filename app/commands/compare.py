@@ -24,7 +24,8 @@ def compare(
         Path | None, typer.Option("--config", "-c", help="Instead of runs: train this one by each --strategy first.")
     ] = None,
     strategies: Annotated[
-        list[str] | None, typer.Option("--strategy", help="A planner strategy to train with. Repeatable, two to four.")
+        list[str] | None,
+        typer.Option("--strategy", metavar="NAME", help="A planner strategy to train with. Repeatable, two to four."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, help="Steps of each run; the config's own else.")

@@ -39,9 +39,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 class SourceOptions:
     """Options of the commands that read sources: which ones, and how."""
 
-    paths: Annotated[
-        list[str] | None, typer.Argument(metavar="PATH...", help="Shards, tables, folders; or --config.")
-    ] = None
+    paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="Shards, tables, folders; or --config.")] = (
+        None
+    )
     config: Annotated[Path | None, typer.Option("--config", "-c", help="Take all sources of this run instead.")] = None
     overrides: Overrides = None
     kind: KindOption = ""
@@ -260,7 +260,7 @@ def synth(
     ] = None,
     frames: Annotated[
         list[int] | None,
-        typer.Option(help="Frames of a clip. Repeatable; default: 9, 17, 21 and 33.", min=2),
+        typer.Option(metavar="NUMBER", help="Frames of a clip. Repeatable; default: 9, 17, 21 and 33.", min=2),
     ] = None,
     koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True,
 ) -> None:

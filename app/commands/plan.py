@@ -73,8 +73,9 @@ def plan(
     """Preview: step times, idle share, memory and the account of the data, before a GPU is touched.
 
     In the table, no plan takes less than bound, and over is how much more this one takes. WIR is the busiest worker's
-    time over the least busy one's; CV step says how far apart workers are in tokens, CV comp in computation, 0 is even.
-    peak is the memory of the largest cascade, planning what the step took that took longest.
+    time over the least busy one's, - where that one has nothing to do; CV step says how far apart workers are in
+    tokens, CV comp in computation, 0 is even. peak is the memory of the largest cascade, planning what the step took
+    that took longest.
     """
     from app.plan.preview import PlanRequest, run_plan
     from app.settings.standard_out import talk_beside

@@ -36,18 +36,24 @@ class _Material:
         list[Path] | None,
         typer.Option(
             "--lora",
+            metavar="PATH",
             help="Of a folder: factors to add to its weights, a .safetensors file by Diffusers', PEFT's, ComfyUI's or "
             "kohya's names; for two experts the folder of both. Repeatable.",
         ),
     ] = None
     lora_scales: Annotated[
         list[float] | None,
-        typer.Option("--lora-scale", help="What they are multiplied with: one for all, or one for each; default: 1."),
+        typer.Option(
+            "--lora-scale",
+            metavar="NUMBER",
+            help="What they are multiplied with: one for all, or one for each; default: 1.",
+        ),
     ] = None
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             "--prompt",
+            metavar="TEXT",
             help="What to show; options of its own may follow (--w 832 --h 480 --f 81, as in sample.prompts). "
             "Repeatable; default: sample.prompts of the run's config.",
         ),
@@ -58,11 +64,17 @@ class _Material:
     ] = None
     images: Annotated[
         list[Path] | None,
-        typer.Option("--image", help="First frame, for image to video: one for all prompts, or one for each."),
+        typer.Option(
+            "--image", metavar="PATH", help="First frame, for image to video: one for all prompts, or one for each."
+        ),
     ] = None
     last_images: Annotated[
         list[Path] | None,
-        typer.Option("--last-image", help="Last frame, where the transformer takes one: one for all, or one for each."),
+        typer.Option(
+            "--last-image",
+            metavar="PATH",
+            help="Last frame, where the transformer takes one: one for all, or one for each.",
+        ),
     ] = None
     other: Annotated[
         Path | None, typer.Option("--other", help="Run or checkpoint of the other expert, where there are two.")

@@ -20,7 +20,9 @@ def validate(
     after: After = None,
     sources: Annotated[
         list[str] | None,
-        typer.Option("--source", help="Held-out clips: shards, a table or a folder. Default: validation.sources."),
+        typer.Option(
+            "--source", metavar="PATH", help="Held-out clips: shards, a table or a folder. Default: validation.sources."
+        ),
     ] = None,
     config: Annotated[
         Path | None,

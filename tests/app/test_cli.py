@@ -107,9 +107,11 @@ def test_a_help_in_a_narrow_terminal_or_a_pipe_has_whole_words_and_no_box(
         code, told, _ = heddle(monkeypatch, capsys, *words, "--help")
         assert code == 0 and told.startswith("Usage: ") and told.isascii(), words
         assert "...\n" not in told.partition("\n\n")[2], words  # a summary cut at a number of letters
+        assert not re.search(r"^  -.* <list\[", told, re.MULTILINE), words  # the name of a type, not of what is given
         shown[" ".join(words)] = told
     assert len(shown) > 16 + len(BENCHMARKS)
     assert "--guidance-scale <float>" in shown["sample"] and "--guidance-scale-2 <float>" in shown["sample"]
+    assert "--lora PATH" in shown["sample"] and "[PATH]...\n" in shown["data lint"]
     assert "  check     Look at every node and GPU of a cluster before\n            a run: software," in shown[""]
 
 

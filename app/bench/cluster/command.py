@@ -73,7 +73,7 @@ class _Options:
     gpus: Annotated[int | None, typer.Option(min=1, help=f"Virtual workers of a node; default: {GPUS}.")] = None
     steps: Annotated[int | None, typer.Option(min=1, help=f"Steps of a run; default: {STEPS}.")] = None
     strategy: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(WAYS)}; default: cascade. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(WAYS)}; default: cascade. Repeatable.")
     ] = None
     speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0
     on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False
@@ -181,7 +181,8 @@ def run(
     *,
     options: _Options,
     out: Annotated[
-        list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A page if it ends in .html, else JSON with all figures. Repeatable."),
     ] = None,
 ) -> None:
     """A table per size and strategy, what losses and joins took, and the curve of the controller's seconds."""

@@ -89,14 +89,17 @@ def run(
     rounds: Annotated[int, typer.Option(min=1, help="How often every peer runs.")] = 3,
     workers: Annotated[int, typer.Option(min=1, help="Processes that train; not more than items in a step.")] = 2,
     only: Annotated[
-        list[str] | None, typer.Option("--peer", help=f"A peer to run besides {REFERENCE}; default: all. Repeatable.")
+        list[str] | None,
+        typer.Option("--peer", metavar="NAME", help=f"A peer to run besides {REFERENCE}; default: all. Repeatable."),
     ] = None,
     buckets: Annotated[
-        list[str] | None, typer.Option("--set", help=f"One of {', '.join(SETS)}; default: all. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME", help=f"One of {', '.join(SETS)}; default: all. Repeatable."),
     ] = None,
     config: Annotated[Path, typer.Option(help="Model, data and training of all peers.")] = CONFIG,
     out: Annotated[
-        list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A page if it ends in .html, else JSON with all figures. Repeatable."),
     ] = None,
 ) -> None:
     """Train all ways in turn and print one table per set of buckets; exit code 1 if losses differ."""
