@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import sys
 import traceback
 from contextlib import suppress
@@ -57,10 +58,11 @@ def say(text: str, stream: IO[str]) -> None:
 
 def leave_unsaid(stream: IO[str], error: OSError) -> None:
     """Drop what a stream still holds, which its next line or its end would fail to write once more. One that nobody
-    reads shows nothing from then on; a disk may have space again."""
+    reads shows nothing from then on; a disk may have space again, and give its next line no EIO."""
     with suppress(OSError, ValueError):  # a stream that is no file, or is closed
         file, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-        kept = None if error.errno in _READS_NO_MORE else os.dup(file)
+        is_gone = error.errno in _READS_NO_MORE and not stat.S_ISREG(os.fstat(file).st_mode)
+        kept = None if is_gone else os.dup(file)
         os.dup2(nowhere, file)
         os.close(nowhere)
         if kept is not None:

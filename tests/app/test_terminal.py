@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -20,7 +21,7 @@ from app.run import strategies
 from app.run.cluster import check_capacity, on_usable
 from app.run.launch import _check_cache
 from app.settings.config import RunConfig
-from app.settings.terminal import answer, say
+from app.settings.terminal import answer, leave_unsaid, say
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
@@ -64,6 +65,14 @@ def test_a_log_on_a_full_disk_fails_no_run_and_goes_on_when_there_is_space() -> 
         say("there is space again", stream)  # and closing it has nothing left to write
     with open(ours) as written:
         assert written.read() == "there is space again\n"
+
+
+def test_a_log_whose_disk_gave_an_error_once_goes_on(tmp_path: Path) -> None:
+    with open(log := tmp_path / "log", "w") as stream:
+        stream.write("lost")
+        leave_unsaid(stream, OSError(errno.EIO, ""))
+        say("step 2/3", stream)
+    assert log.read_text() == "step 2/3\n"
 
 
 def test_an_error_is_its_exit_code_also_where_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
