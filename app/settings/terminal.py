@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from typing import IO
@@ -15,6 +16,8 @@ from actors.outcome import Exit
 from app.settings.errors import PACKAGES, exit_code, is_ours, one_line
 
 _READS_NO_MORE = frozenset((errno.EPIPE, errno.EIO))  # `heddle train ... | head`, a terminal that is gone
+# Else a second thread would put back, as the log, the null device of the first. No handler of a signal takes it.
+_dropping = threading.Lock()
 
 
 def debug_wanted() -> bool:
@@ -59,7 +62,7 @@ def say(text: str, stream: IO[str]) -> None:
 def leave_unsaid(stream: IO[str], error: OSError) -> None:
     """Drop what a stream still holds, which its next line or its end would fail to write once more. One that nobody
     reads shows nothing from then on; a disk may have space again, and give its next line no EIO."""
-    with suppress(OSError, ValueError):  # a stream that is no file, or is closed
+    with _dropping, suppress(OSError, ValueError):  # a stream that is no file, or is closed
         file, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
         is_gone = error.errno in _READS_NO_MORE and not stat.S_ISREG(os.fstat(file).st_mode)
         kept = None if is_gone else os.dup(file)

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -73,6 +74,35 @@ def test_a_log_whose_disk_gave_an_error_once_goes_on(tmp_path: Path) -> None:
         leave_unsaid(stream, OSError(errno.EIO, ""))
         say("step 2/3", stream)
     assert log.read_text() == "step 2/3\n"
+
+
+def test_two_threads_whose_lines_fail_at_once_leave_the_log_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, second_drops, first_is_done = os.dup2, threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def dup2(file: int, onto: int) -> None:
+        ran.append(name := threading.current_thread().name)
+        if name == "second" and ran.count(name) == 2:  # puts back what it has found, after the first
+            first_is_done.wait(10)
+        usual(file, onto)
+        if name == "second":
+            second_drops.set()
+        elif ran.count(name) == 1:
+            second.start()
+            second_drops.wait(0.5)
+
+    with open("/dev/full", "w") as stream, monkeypatch.context() as patched:
+        first, second = (
+            threading.Thread(target=leave_unsaid, args=(stream, OSError(errno.ENOSPC, "")), name=name)
+            for name in ("first", "second")
+        )
+        patched.setattr(os, "dup2", dup2)
+        first.start()
+        first.join()
+        first_is_done.set()
+        second.join()
+        assert Path(f"/proc/self/fd/{stream.fileno()}").resolve() == Path("/dev/full")
+    assert ran.count("first") == ran.count("second") == 2
 
 
 def test_an_error_is_its_exit_code_also_where_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
