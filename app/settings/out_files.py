@@ -51,7 +51,8 @@ def out_file(path: Path) -> Iterator[Path]:
 def begin_list(path: Path, option: str = "--out") -> None:
     """Before a command that lists faults line by line: an earlier list goes. What is no file stays, and the file that a
     link leads to is emptied. Raises ConfigError where the list is one of a run's records, or cannot be written."""
-    if all((path.parent / name).is_file() for name in _RUN):
+    folders = {path.parent, Path(os.path.realpath(path)).parent}  # also where a link leads into one
+    if any(all((folder / name).is_file() for name in _RUN) for folder in folders):
         raise ConfigError(
             f"{option} {path} is in the folder of a run, whose own lists have such names; give a file elsewhere."
         )

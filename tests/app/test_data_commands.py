@@ -204,6 +204,11 @@ def test_lint_in_the_folder_of_a_run_leaves_the_lists_of_the_run(folder, tmp_pat
     monkeypatch.chdir(of_run)
     with pytest.raises(ConfigError, match=r"--out bad.jsonl is in the folder of a run.*give a file elsewhere"):
         run("lint", folder, "--headers-only")
+    (beside := tmp_path / "beside").mkdir()
+    (beside / "bad.jsonl").symlink_to(of_run / "bad.jsonl")
+    monkeypatch.chdir(beside)
+    with pytest.raises(ConfigError, match=r"--out bad.jsonl is in the folder of a run"):
+        run("lint", folder, "--headers-only")
     assert (of_run / "bad.jsonl").read_text() == "{}\n" and len([*of_run.iterdir()]) == 3
 
 
