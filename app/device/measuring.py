@@ -27,7 +27,7 @@ from app.device.bag import Bag, MeasuredBag
 from app.device.over_nodes import BagOverNodes, MeasuredCluster, timed_handoffs
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
-from app.settings.out_files import out_file
+from app.settings.out_files import is_no_file, out_file
 from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.models.load import trained_part
@@ -110,13 +110,14 @@ class Measuring:
             for bag in self._bags.values():
                 bag.close()
 
-    def save(self) -> None:
-        """Write what is known."""
+    def save(self, *, last: bool = False) -> None:
+        """Write what is known. What is no file gets the last alone: the reader of a pipe may leave after one."""
         if not self._profile.measured:
             return
         with_degrees(self._profile)
-        with out_file(self._out) as part:
-            write_profile(self._profile, part)
+        if last or not is_no_file(self._out):
+            with out_file(self._out) as part:
+                write_profile(self._profile, part)
 
     def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:
         """Bisect over lengths or batches. All on the way are points or limits, so another call goes on from there."""

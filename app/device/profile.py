@@ -122,7 +122,7 @@ def run_profile(
             print(f"stopped   what was measured is in {out}; the same command without --fresh goes on from it")
         raise
     offer_residual(profile)
-    measuring.save()
+    measuring.save(last=True)
     for line in summary_lines(profile, model):
         print(line)
     print(f"profile   {out}")

@@ -320,12 +320,14 @@ def point_of(batch: int) -> ProfilePoint:
     return ProfilePoint(module="dit", shape=shape)
 
 
-def test_a_profile_goes_into_what_is_no_file_as_it_is(tmp_path: Path) -> None:
+def test_a_pipe_gets_one_profile_at_the_end_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One went there after each point: `cat PIPE` left with the first, and the second waited for another reader."""
     os.mkfifo(pipe := tmp_path / "null")
-    end = os.open(pipe, os.O_RDWR)  # a reader that waits for nobody
-    bench = SimpleNamespace(device=torch_cpu(), measure=lambda *given: PointTimes(seconds=(1.0,)))
-    Measuring(bench, BAGS, Profile(degrees={"dit": (1,)}), pipe, 1).run([point(1)], 0.0)  # type: ignore[arg-type]
-    assert json.loads(os.read(end, 2**16)) and pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
+    end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # a reader that waits for nobody
+    for name in ("measure", "update"):
+        monkeypatch.setattr(Bench, name, lambda *given: PointTimes(seconds=(0.1,)))
+    run_profile(DEMO, [*TINY, "data.buckets.table=[1x32x32]"], pipe, repeats=1, device="cpu", degrees=[1])
+    assert len(json.loads(os.read(end, 2**16))["latency"]) == 6 and pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
     os.close(end)
 
 
