@@ -70,22 +70,20 @@ def must_answer(address: str, named: str = ADDRESS) -> None:
         ) from None
 
 
-def check_address(address: str, named: str) -> None:
-    """Raises ConfigError for what Ray takes for no address."""
-    if address in ("", "auto", "local") or address.startswith("ray://"):
+def check_address(address: str, named: str, *, to_join: bool = False) -> None:
+    """Raises ConfigError for what Ray takes for no address. `to_join`: by a node, which takes HOST:PORT alone."""
+    if not to_join and (address in ("", "auto", "local") or address.startswith("ray://")):
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or int(port) > _LAST_PORT:
         other = " NODESxGPUS is of heddle plan and train." if _NODES_X_GPUS.fullmatch(address) else ""
-        raise ConfigError(
-            f"{as_given(address, named)} is no address of a Ray cluster. Give HOST:PORT, ray://HOST:PORT or auto."
-            f"{other}"
-        )
+        of, forms = (" to join", "HOST:PORT") if to_join else ("", "HOST:PORT, ray://HOST:PORT or auto")
+        raise ConfigError(f"{as_given(address, named)} is no address of a Ray cluster{of}. Give {forms}.{other}")
 
 
 def as_given(address: str, named: str) -> str:
     """Such as RAY_ADDRESS=10.0.0.1:6379, --cluster auto."""
-    return f"{named}{'=' if named == ADDRESS else ' '}{address}"
+    return f"{named}{'=' if named == ADDRESS else ' '}{address or repr('')}"
 
 
 def not_let_in(address: str, otherwise: str) -> ConfigError:

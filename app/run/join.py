@@ -71,7 +71,7 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
     Nothing stays in `temp_dir`, but for Ray's logs where this machine could not join, or the run has failed. Raises
     ConfigError where another Ray has its files there, and for a cluster that is no address."""
     if joining.cluster is not None:
-        check_address(joining.cluster, "--cluster")
+        check_address(joining.cluster, "--cluster", to_join=True)
     if joining.temp_dir is not None:
         check_no_sessions(joining.temp_dir)
     could = True

@@ -162,8 +162,14 @@ def test_a_run_and_its_operator_name_an_address_that_is_none(
     for asks in (lambda: connect(RunConfig.load(DEMO)), lambda: monitor(tmp_path)):
         with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address} is no address of a Ray cluster"):
             asks()
-    with pytest.raises(ConfigError, match=f"--cluster {address} is no address of a Ray cluster"):
-        join_until_told(Joining(cluster=address))
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "2x8", "auto", "local", "ray://h:1", ""])
+def test_a_machine_that_joins_is_told_the_one_form_that_it_takes(address: str) -> None:
+    """`--cluster auto` ended in the words of `int`, `ray://` after three starts."""
+    wanted = f"--cluster {address or repr('')} is no address of a Ray cluster to join. Give HOST:PORT\\.( NODES|$)"
+    with pytest.raises(ConfigError, match=wanted):
+        join_until_told(Joining(cluster=address, wait_s=0.0))
 
 
 def test_a_temporary_folder_too_long_for_sockets_is_one_sentence() -> None:
