@@ -38,8 +38,10 @@ def train(
     from app.run.cluster import leave_if_stuck
     from app.run.launch import train as run
     from app.run.signals import heed_no_more
+    from app.settings.terminal import flush_or_drop
 
     code = run(config, settings, resume=resume, overwrite=overwrite, back_to=back_to)
     leave_if_stuck(code)
     heed_no_more()
+    flush_or_drop()
     raise typer.Exit(code)

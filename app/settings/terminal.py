@@ -74,6 +74,16 @@ def leave_unsaid(stream: IO[str], error: OSError) -> None:
             os.close(kept)
 
 
+def flush_or_drop() -> None:
+    """Before the end of a process whose exit code stands: Python's own end makes it 120 where a standard stream still
+    holds what cannot be written, such as a line of the logging."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            leave_unsaid(stream, error)
+
+
 def answer(error: Exception | KeyboardInterrupt, debug: bool) -> int:
     """Tell a person what went wrong: in a sentence or, of a defect, with its traceback. Returns the exit code."""
     if isinstance(error, KeyboardInterrupt):

@@ -26,6 +26,18 @@ from app.settings.terminal import answer, leave_unsaid, say
 from ops.typed import ConfigError
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
+TRAINS = """
+import logging, sys
+import app.run.launch
+def train(*given, **named):
+    print("a line that waits for the next one", end="")
+    logging.getLogger("app").warning("a line")
+    return 75
+app.run.launch.train = train
+from app.cli import main
+sys.argv = ["heddle", "train", "--config", sys.argv[1]]
+main()
+"""
 LINES = """
 import logging
 from app.settings.terminal import set_up_logging
@@ -103,6 +115,17 @@ def test_two_threads_whose_lines_fail_at_once_leave_the_log_where_it_is(monkeypa
         second.join()
         assert Path(f"/proc/self/fd/{stream.fileno()}").resolve() == Path("/dev/full")
     assert ran.count("first") == ran.count("second") == 2
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_the_exit_code_of_a_run_stands_also_where_its_last_lines_have_no_place(full: str) -> None:
+    """Python's own end made it 120."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as disk:
+        stdout, stderr = (disk if name == full else subprocess.DEVNULL for name in ("stdout", "stderr"))
+        command = [sys.executable, "-c", TRAINS, str(DEMO)]
+        done = subprocess.run(command, stdout=stdout, stderr=stderr, env=buffered)
+    assert done.returncode == Exit.RESUMABLE
 
 
 def test_an_error_is_its_exit_code_also_where_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
