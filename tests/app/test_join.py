@@ -44,7 +44,7 @@ def live_run(tmp_path: Path) -> Iterator[tuple[Path, Any]]:
         yield tmp_path, start_monitor(run_id(tmp_path))
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 90.0) -> bool:
+def wait_for(what: Callable[[], bool], seconds: float = 150.0) -> bool:
     until = time.monotonic() + seconds
     while not what():
         if time.monotonic() > until:
