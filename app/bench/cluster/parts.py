@@ -271,6 +271,9 @@ class VirtualWriter:
     def due(self, step: int) -> bool:
         return False
 
+    def has(self, step: int) -> bool:
+        return False
+
     def save_origin(self, origin: Origin, meta: Meta) -> bool:
         self.step = origin.step
         return True
