@@ -194,6 +194,9 @@ def stop(
             return
         except GetTimeoutError:  # a busy host
             continue
+        if not lives(run):  # its monitor stays where keepers alone hold the last step
+            print("the run has ended; continue it with --resume")
+            return
         time.sleep(0.5)
     print("the run will end after its running steps")
     _not_yet(wait_s)

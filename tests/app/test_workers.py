@@ -239,9 +239,10 @@ def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.Capture
 
 @pytest.mark.parametrize("command", ["stop", "drain"])
 def test_a_wait_that_is_over_is_no_success(
-    command: str, live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+    command: str, live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`heddle workers stop && cp -r` copied a run that lived."""
+    monkeypatch.setattr("app.commands.workers.lives", lambda run: True)
     with pytest.raises(typer.Exit) as ended:
         if command == "stop":
             stop(live_run[0], wait_s=0.3)
@@ -250,6 +251,16 @@ def test_a_wait_that_is_over_is_no_success(
     assert ended.value.exit_code == Exit.RESUMABLE
     waits = "the running steps" if command == "stop" else "w1 to leave"
     assert f"waiting up to 0.3 s for {waits}" in capsys.readouterr().out
+
+
+def test_stop_waits_for_no_monitor_of_a_run_that_has_ended(
+    live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stays where keepers alone hold the last step, and the wait took all of its time."""
+    left = iter([True, False])
+    monkeypatch.setattr("app.commands.workers.lives", lambda run: next(left))
+    stop(live_run[0], wait_s=60.0)
+    assert list(left) == [] and "the run has ended; continue it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("looks", [[True, True, False], [True] * 100], ids=["it ends", "it goes on"])
