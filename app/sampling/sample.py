@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -37,6 +38,7 @@ from app.settings.prompt_line import PromptLine, about_prompt, may_have_options
 from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
+from app.settings.terminal import say
 from ops.config import TIMES
 from ops.counted import counted, first_of
 from ops.geometry import Geometry
@@ -118,7 +120,7 @@ def run(
 
 def _say(text: str) -> None:
     """Now, also into a log: a clip takes minutes."""
-    print(text, flush=True)
+    say(text, sys.stdout)
 
 
 def _in_words(prompts: Sequence[str], settings: ClipSettings) -> str:
