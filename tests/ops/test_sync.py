@@ -397,9 +397,13 @@ def load_shard(folder: Path, key: str) -> ShardState:
 
 
 def deepspeed_ranks(port: int, folder: Path) -> None:
-    """Three processes, for which DeepSpeed is imported once. Does not return."""
-    import ops.update.deepspeed_sync  # noqa: F401
+    """Three processes, for which DeepSpeed and the compiler that it wants are imported once. Does not return."""
+    from ops.update.deepspeed_sync import _prepare_environment
 
+    _prepare_environment(torch.device("cpu"))
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  decorates with torch.compile, imported by `initialize`
+
+    gc.freeze()
     children = []
     for rank in range(3):
         if (child := os.fork()) == 0:
