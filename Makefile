@@ -22,6 +22,8 @@ LOWEST := .cache/lowest
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
+# Empty is as unset. Container images often set it; then every process compiles what it imports: 15 s instead of 5.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test faults long kernels lowest resolve lint bench clean
 
