@@ -31,7 +31,7 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize("words", [["-c", SCRIPT, "families"], ["-m", "app.train", "--config", "x.yaml"]])
+@pytest.mark.parametrize("words", [["-c", SCRIPT, "settings"], ["-m", "app.train", "--config", "x.yaml"]])
 def test_ctrl_c_while_a_command_starts_is_its_exit_code_and_no_word(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text(_YAML)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -57,8 +57,8 @@ def test_ctrl_c_that_is_ignored_stays_so_and_is_python_s_own_afterwards() -> Non
 @pytest.mark.parametrize(
     ("words", "closed"),
     [
-        (["-c", SCRIPT, "families"], "2>&-"),
-        (["-c", SCRIPT, "families"], "0<&- 1>&- 2>&-"),
+        (["-c", SCRIPT, "settings"], "2>&-"),
+        (["-c", SCRIPT, "settings"], "0<&- 1>&- 2>&-"),
         (["-m", "app.train", "--config", "x.yaml"], "1>&-"),
         (["-m", "app.train", "--config", "x.yaml"], "0<&- 1>&- 2>&-"),
     ],
@@ -66,9 +66,9 @@ def test_ctrl_c_that_is_ignored_stays_so_and_is_python_s_own_afterwards() -> Non
 def test_a_command_whose_streams_are_closed_is_as_any_other(words: list[str], closed: str) -> None:
     command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
-    assert done.returncode == (Exit.OK if "families" in words else Exit.USAGE)
-    assert ("wan" in done.stdout) == ("families" in words and "1>" not in closed)
-    assert ("error: config x.yaml" in done.stderr) == ("families" not in words and "2>" not in closed)
+    assert done.returncode == (Exit.OK if "settings" in words else Exit.USAGE)
+    assert ("data.sources" in done.stdout) == ("settings" in words and "1>" not in closed)
+    assert ("error: config x.yaml" in done.stderr) == ("settings" not in words and "2>" not in closed)
 
 
 def test_what_is_opened_next_gets_the_number_of_no_standard_stream() -> None:
