@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from actors.outcome import Exit
-from app.run.operator import ANSWER_S, NoMonitor, answer, ask_to_leave_lora_files, lives, monitor
+from app.run.operator import ANSWER_S, NoMonitor, answer, ask_to_leave_lora_files, how_it_ended, lives, monitor
 from app.settings.terminal import say
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -194,7 +194,7 @@ def stop(
             return
         except GetTimeoutError:  # a busy host
             continue
-        if not lives(run):  # its monitor stays where keepers alone hold the last step
+        if how_it_ended(run):  # its monitor stays where keepers alone hold the last step
             print("the run has ended; continue it with --resume")
             return
         time.sleep(0.5)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from actors.names import NAMESPACE, RUN_ID
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
-from app.run.lock import holder, lock_path
+from app.run.lock import lock_path
 from app.run.outcomes import read_outcome
 from app.settings.run_folder import LORA_SCRATCH, LORA_STOPPED
 from ops.typed import ConfigError
@@ -120,7 +120,10 @@ def ask_to_leave_lora_files(run: Path) -> bool:
 
 def lives(run: Path) -> bool:
     """Whether the run's folder says that a start of it has not ended: so does that of one that was killed."""
-    return holder(lock_path(run.absolute(), "driver")) is not None
+    try:
+        return lock_path(run.absolute(), "driver").exists()
+    except OSError:  # storage that does not answer for a moment is no end of a run
+        return True
 
 
 def address_of(run: Path) -> str:

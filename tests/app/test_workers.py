@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -29,7 +30,7 @@ from app.run import operator
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderHeld, FolderLock, lock_path
-from app.run.operator import address_of, answer, how_it_ended
+from app.run.operator import address_of, answer, how_it_ended, lives
 from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code
@@ -239,10 +240,9 @@ def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.Capture
 
 @pytest.mark.parametrize("command", ["stop", "drain"])
 def test_a_wait_that_is_over_is_no_success(
-    command: str, live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`heddle workers stop && cp -r` copied a run that lived."""
-    monkeypatch.setattr("app.commands.workers.lives", lambda run: True)
+    """`heddle workers stop && cp -r` copied a run that lived. Where it alone is mounted, nobody sees its lock."""
     with pytest.raises(typer.Exit) as ended:
         if command == "stop":
             stop(live_run[0], wait_s=0.3)
@@ -257,10 +257,22 @@ def test_stop_waits_for_no_monitor_of_a_run_that_has_ended(
     live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It stays where keepers alone hold the last step, and the wait took all of its time."""
-    left = iter([True, False])
-    monkeypatch.setattr("app.commands.workers.lives", lambda run: next(left))
+    said = iter(["", "run demo has ended"])
+    monkeypatch.setattr("app.commands.workers.how_it_ended", lambda run: next(said))
     stop(live_run[0], wait_s=60.0)
-    assert list(left) == [] and "the run has ended; continue it" in capsys.readouterr().out
+    assert list(said) == [] and "the run has ended; continue it" in capsys.readouterr().out
+
+
+def test_storage_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not lives(tmp_path / "run")
+    lock_path(tmp_path / "run", "driver").touch()
+    assert lives(tmp_path / "run")
+
+    def stale(path: Path, **options: bool) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "stat", stale)
+    assert lives(tmp_path / "run")
 
 
 @pytest.mark.parametrize("looks", [[True, True, False], [True] * 100], ids=["it ends", "it goes on"])
