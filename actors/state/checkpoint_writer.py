@@ -93,14 +93,14 @@ class Writer:
         events: Events,
         *,
         weight_bytes: int,
-        unmoved: set[int] | None = None,
-        disown: Callable[[int], None] = lambda step: None,
+        unmoved: set[int],
+        disown: Callable[[int], None],
     ) -> None:
         """`unmoved`: steps of which an old one may lie there that is not the run's own; see `CheckpointsOnDisk`. One of
         which a checkpoint has become whole is taken out. One that could not be written is given to `disown`."""
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._weight_bytes = weight_bytes
-        self._unmoved, self._disown = set[int]() if unmoved is None else unmoved, disown
+        self._unmoved, self._disown = unmoved, disown
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._newest_whole = -1  # of those that this writer has made, and that the run has not gone back from

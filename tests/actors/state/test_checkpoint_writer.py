@@ -213,9 +213,12 @@ class Tasks:
         return done, [reference for reference in references if reference not in done]
 
 
-def writer_of(run_dir: Path) -> checkpoints.Writer:
-    config = CheckpointConfig(every=10)
-    return checkpoints.Writer(run_dir, config, 99, Events(Listening()), weight_bytes=16)
+def writer_of(
+    run_dir: Path, config: CheckpointConfig | None = None, events: Events | None = None
+) -> checkpoints.Writer:
+    """The writer of a run in whose folder no other has left checkpoints."""
+    config, events = config or CheckpointConfig(every=10), events or Events(Listening())
+    return checkpoints.Writer(run_dir, config, 99, events, weight_bytes=16, unmoved=set(), disown=lambda step: None)
 
 
 def save(writer: checkpoints.Writer, step: int) -> None:
@@ -346,9 +349,7 @@ def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps_in_the_place
         asked.append(checkpoints.step_of(folder))
         return is_complete(folder)
 
-    writer = checkpoints.Writer(
-        tmp_path, CheckpointConfig(every=10, keep_last=keep_last), 99, Events(Listening()), weight_bytes=16
-    )
+    writer = writer_of(tmp_path, CheckpointConfig(every=10, keep_last=keep_last))
     monkeypatch.setattr(checkpoint, "is_complete", counted)
     for number, step in enumerate((19, 29, 39)):
         save(writer, step)
@@ -387,7 +388,7 @@ def test_storage_that_hangs_keeps_back_one_checkpoint_and_not_all_that_come_afte
     Tasks(monkeypatch)
     listener, now, ended = Listening(), time.monotonic(), list[int]()
     monkeypatch.setattr(ray, "cancel", lambda reference, force: ended.append(reference))
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
+    writer = writer_of(tmp_path, events=Events(listener))
     save(writer, 9)
     monkeypatch.setattr(time, "monotonic", lambda: now + 3500)
     writer.poll()
@@ -433,9 +434,7 @@ def test_two_that_are_whole_in_the_other_order_leave_no_older_one(
     older, late, last = (write(tmp_path, step) for step in (79, 89, 99))
     not_yet = (late / checkpoint.COMPLETE).rename(tmp_path / "not yet")
     tasks = Tasks(monkeypatch)
-    writer = checkpoints.Writer(
-        tmp_path, CheckpointConfig(every=10, keep_last=2), 99, Events(Listening()), weight_bytes=16
-    )
+    writer = writer_of(tmp_path, CheckpointConfig(every=10, keep_last=2))
     for step in (89, 99):
         save(writer, step)
     tasks.done.add(1)
@@ -452,9 +451,7 @@ def test_the_first_checkpoint_after_a_run_has_gone_back_is_no_old_one(
     """Storage gives step 49 no more, and the run goes on from 29: what it wrote then was removed at once."""
     withheld, beside = write(tmp_path, 49), [write(tmp_path / "beside", step) for step in (29, 31)]
     tasks = Tasks(monkeypatch)
-    writer = checkpoints.Writer(
-        tmp_path, CheckpointConfig(every=10, keep_last=1), 99, Events(Listening()), weight_bytes=16
-    )
+    writer = writer_of(tmp_path, CheckpointConfig(every=10, keep_last=1))
     save(writer, 49)
     tasks.done.add(0)
     writer.poll()
@@ -506,7 +503,7 @@ def test_a_checkpoint_that_was_lost_with_its_keepers_is_taken_again_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks, listener = Tasks(monkeypatch), Listening()
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
+    writer = writer_of(tmp_path, events=Events(listener))
     assert writer.due(9) and not writer.due(10)
     save(writer, 9)
     tasks.done.add(0)
@@ -522,7 +519,7 @@ def test_a_checkpoint_whose_writer_went_with_its_node_leaves_nothing_and_is_take
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks, listener = Tasks(monkeypatch), Listening()
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
+    writer = writer_of(tmp_path, events=Events(listener))
     save(writer, 9)
     checkpoint.begin(folder := checkpoint.step_folder(checkpoints.root_of(tmp_path), 9))
     tasks.done.add(0)
@@ -559,7 +556,7 @@ def test_a_last_state_that_cannot_be_sealed_leaves_nothing_and_is_told(
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.done.add(0)
     tasks.results[0] = unsealed
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
+    writer = writer_of(tmp_path, events=Events(listener))
     assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
 
     def full(*arguments: object) -> None:
@@ -594,7 +591,7 @@ def test_lines_of_steps_are_on_disk_before_a_checkpoint_can_be_whole(
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.on_begin = lambda: begun_after.append(len(listener.synced))
     begun_after: list[int] = []
-    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener), weight_bytes=16)
+    writer = writer_of(tmp_path, events=Events(listener))
     save(writer, 9)
     assert begun_after == [1], "one that is sealed where it is written"
     tasks.done |= {0, 1}
