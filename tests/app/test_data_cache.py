@@ -482,6 +482,42 @@ def broken(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_lists_of_a_run_and_what_is_no_file_stay(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--out` of what fills a cache: an earlier list goes before it begins."""
+
+    class Begun(Exception):
+        pass
+
+    def begin(*given: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr("app.run.borrowed_ray.borrowed_ray", begin)
+    sources = f"data.sources=[{{path: {clips / 'shards'}, index: {clips / 'index'}}}]"
+    settings = [sources, f"data.cache.path={tmp_path / 'cache'}"]
+
+    def fill(out: Path) -> None:
+        command.cache(RUNS / "demo.yaml", settings, cluster=None, dry_run=False, again=False, out=out)
+
+    (run := tmp_path / "run").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "bad.jsonl"):
+        (run / name).write_text("{}\n")
+    with pytest.raises(ConfigError, match="is in the folder of a run"):
+        fill(run / "bad.jsonl")
+    assert (run / "bad.jsonl").read_text() == "{}\n"
+    (earlier := tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(Begun):
+        fill(earlier)
+    assert not earlier.exists()
+    os.mkfifo(pipe := tmp_path / "pipe")
+    end = os.open(pipe, os.O_RDWR)
+    with pytest.raises(Begun):
+        fill(pipe)
+    os.close(end)
+    assert pipe.is_fifo()
+
+
 def config_of_broken(broken: Path, cache: Path, *changes: str) -> RunConfig:
     sources = f"data.sources=[{{path: {broken}, index: {cache / 'index'}}}]"
     limits = "data.limits={max_bad_fraction: 1.0}"
