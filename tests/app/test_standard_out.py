@@ -95,5 +95,12 @@ def test_runs_that_print_where_the_page_is_to_be_are_refused(monkeypatch: pytest
         compare(out=Path("/dev/stdout"), config=Path("run.yaml"), strategies=["static", "cascade"])
 
 
+def test_the_null_device_is_no_stdout_also_where_stdout_is_the_null_device() -> None:
+    """As that of cron and services: what they are to write nowhere is refused by no command."""
+    code = "import sys; from pathlib import Path; from ops.standard_out import is_stdout; "
+    code += "sys.exit(is_stdout(Path('/dev/null')) or is_stdout(Path('/dev/stdout')))"
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
 def test_a_file_that_is_not_there_is_not_stdout(tmp_path: Path) -> None:
     assert not is_stdout(None) and not is_stdout(tmp_path / "page.html") and not is_stdout(tmp_path)
