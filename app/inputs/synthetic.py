@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from app.settings.terminal import say
 from data.config import SourceConfig
 from ops.counted import counted
 from ops.units import MIB
@@ -37,12 +39,13 @@ def synth(
         koala=koala,
     )
     summary = synthesize(folder, config)
-    print(
+    say(
         f"{summary['clips']} clips and {summary['images']} still images in {counted(config.shards, 'shard')}: "
-        f"{summary['shards']} ({int(str(summary['bytes'])) / MIB:.1f} MiB)"
+        f"{summary['shards']} ({int(str(summary['bytes'])) / MIB:.1f} MiB)",
+        sys.stdout,
     )
     if summary["koala"]:
-        print(f"the clips as a Koala-36M table: {summary['koala']}")
+        say(f"the clips as a Koala-36M table: {summary['koala']}", sys.stdout)
     return summary
 
 

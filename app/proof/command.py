@@ -21,6 +21,7 @@ from app.run.apart import signal_code
 from app.run.launch import train
 from app.settings.config import RunConfig, from_here
 from app.settings.files import run_name_override
+from app.settings.out_files import put_text
 from app.settings.run_folder import check_run_dir
 from app.settings.terminal import say
 from ops.typed import ConfigError
@@ -47,23 +48,23 @@ def prove(
     with disturbance:
         code = train(config_path, [*settings[DISTURBED], f"train.steps={MOST * steps}"], overwrite=overwrite)
     if disturbance.failed or not disturbance.all_done or signal_code() or code != Exit.RESUMABLE:
-        print(f"not proven: {disturbance.failed or 'the run has ended early'}")
+        say(f"not proven: {disturbance.failed or 'the run has ended early'}", sys.stdout)
         return Exit.FAILURE if disturbance.failed else signal_code() or code or Exit.FAILURE
     taken = sum(1 for _ in RunDir.open(folders[DISTURBED]).metrics())
     say(f"{CALM}: {folders[CALM]}", sys.stdout)
     if code := train(config_path, [*settings[CALM], f"train.steps={taken}"], overwrite=overwrite) or signal_code():
-        print("not proven: the run has ended early")
+        say("not proven: the run has ended early", sys.stdout)
         return code
     try:
         found = verdict(folders[CALM], folders[DISTURBED], own.train)
     except CheckpointError as error:
-        print(f"not proven: {error}")
+        say(f"not proven: {error}", sys.stdout)
         return Exit.FAILURE
-    print("\n".join(["", *disturbance.done, *table(found)]))
+    say("\n".join(["", *disturbance.done, *table(found)]), sys.stdout)
     if out is not None:
         told = {"same": found.same, "disturbance": disturbance.done, **asdict(found)}
         told = json.loads(json.dumps(told), parse_constant=lambda name: None)  # JSON has neither NaN nor infinity
-        out.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        put_text(out, json.dumps(told, indent=1))
     if page is not None:
         write_comparison([folders[CALM], folders[DISTURBED]], page)
     return Exit.OK if found.same else Exit.FAILURE

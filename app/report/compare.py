@@ -25,7 +25,7 @@ from app.records.rundir import RunDir
 from app.report.figures import Curve, RunningMean, Values
 from app.report.words import percent, short
 from app.settings.config import RunConfig
-from app.settings.out_files import check_page, put_page
+from app.settings.out_files import check_page, put_text
 from ops.counted import counted, loss_in_words
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -98,7 +98,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
     runs = [read_run(run, name) for run, name in zip(opened, labels(folders), strict=True)]
     differences = {run.name: loss_difference(runs[0], run) for run in runs[1:]}
     check_page(out)
-    put_page(out, page(runs, differences, peak_tflops, command))
+    put_text(out, page(runs, differences, peak_tflops, command))
     return [line_of(run, differences.get(run.name)) for run in runs] + environments(runs)
 
 

@@ -24,7 +24,7 @@ from app.report.tables import (
 )
 from app.report.totals import SpanTotals, StepTotals
 from app.report.words import percent, short
-from app.settings.out_files import check_page, put_page
+from app.settings.out_files import check_page, put_text
 from ops.counted import counted, noun_of
 
 
@@ -34,7 +34,7 @@ def write_report(run: RunDir, out: Path | None = None) -> Path:
     check_page(out)
     facts = read_facts(run)
     path = out or run.path / "report.html"
-    put_page(path, page(run, facts))
+    put_text(path, page(run, facts))
     return path
 
 

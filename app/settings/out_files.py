@@ -25,8 +25,8 @@ def check_page(path: Path | None, option: str = "--out") -> None:
     check_writable([path], option)
 
 
-def put_page(path: Path, text: str) -> None:
-    """In the place of an earlier one, as `out_file`; on stdout after what is there."""
+def put_text(path: Path, text: str) -> None:
+    """A page or figures in the place of earlier ones, as `out_file`; on stdout after what is there."""
     if is_stdout(path):
         write_out(path, text)
         return

@@ -3,6 +3,7 @@ PyTorch that a test may change; output that nobody reads."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -129,9 +130,9 @@ def run_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unread() -> Iterator[TextIO]:
-    """A stream without a reader, as standard output of `heddle ... | head`. For a test to put there by itself: pytest
-    puts its own back after fixtures."""
+    """A stream without a reader, as standard output of `heddle ... | head` with PYTHONUNBUFFERED: each line fails. For
+    a test to put there by itself: pytest puts its own back after fixtures."""
     ours, theirs = os.pipe()
     os.close(ours)
-    with os.fdopen(theirs, "w") as stream:
+    with io.TextIOWrapper(os.fdopen(theirs, "wb", 0), write_through=True) as stream:
         yield stream

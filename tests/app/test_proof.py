@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import numpy as np
 import pytest
@@ -311,6 +312,22 @@ def test_the_undisturbed_run_has_as_many_steps_as_the_disturbed_one_took(
     assert code == Exit.OK and trained == [("demo-disturbed", 2400), ("demo-calm", 30)]
     assert "the same training" in capsys.readouterr().out
     assert json.loads(out.read_text())["same"] and "demo-calm" in page.read_text()
+
+
+def test_the_verdict_is_written_also_where_nobody_reads_what_is_said(
+    tmp_path: Path, trained, unread: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", unread)
+    out, page = tmp_path / "proof.json", tmp_path / "proof.html"
+    assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, out, page, overwrite=False) == Exit.OK
+    assert json.loads(out.read_text())["same"] and page.stat().st_size
+
+
+def test_a_verdict_on_stdout_leaves_what_a_log_has(tmp_path: Path, trained, capfd: pytest.CaptureFixture[str]) -> None:
+    """It took the place of all lines of `>> log`."""
+    prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, Path("/dev/stdout"), None, overwrite=False)
+    said, _, figures = capfd.readouterr().out.partition("{")
+    assert "the same training" in said and json.loads("{" + figures)["same"]
 
 
 def test_what_could_not_be_done_proves_nothing(

@@ -30,7 +30,7 @@ from app.report.facts import UsualStep, late_cascade, why_slow
 from app.report.page import write_report
 from app.report.totals import SpanTotals, StepTotals
 from app.sampling.clips import write_clips
-from app.settings.out_files import put_page
+from app.settings.out_files import put_text
 from data.ledger import Fault, Ledger, Reason
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -317,9 +317,9 @@ def test_a_full_disk_leaves_the_earlier_page(run_folder: Path, monkeypatch: pyte
             with pytest.raises(OSError, match="No space left"):
                 write_report(run, out)
         with pytest.raises(OSError, match="No space left"):
-            put_page(run_folder / "report.html", "of two runs")
+            put_text(run_folder / "report.html", "of two runs")
     assert link.read_bytes() == before and not list(run_folder.glob(".*.part"))
-    put_page(link, "another")
+    put_text(link, "another")
     assert link.is_symlink() and (run_folder / "report.html").read_text() == "another"
 
 
@@ -327,10 +327,10 @@ def test_a_page_goes_into_a_pipe_as_it_is(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "page.html")
     with ThreadPoolExecutor(1) as readers:
         read = readers.submit(pipe.read_text)
-        put_page(pipe, "of a run")
+        put_text(pipe, "of a run")
         assert read.result(60) == "of a run" and pipe.is_fifo()
     ours, theirs = os.pipe()  # as of /dev/stdout, which leads to no path
-    put_page(Path(f"/dev/fd/{theirs}"), "of a run")
+    put_text(Path(f"/dev/fd/{theirs}"), "of a run")
     os.close(theirs)
     with open(ours) as end:
         assert end.read() == "of a run"

@@ -16,6 +16,7 @@ import pytest
 
 from actors.outcome import Exit
 from actors.pool.device import WorkersDevice
+from app.inputs.synthetic import synth
 from app.proof.disturbance import _ALL, _DONE, Disturber
 from app.records.progress import ProgressLine
 from app.run import strategies
@@ -168,6 +169,13 @@ def test_a_run_begins_also_where_nobody_reads_what_it_says(
     monkeypatch.setattr("app.kept.wanted.check_only", lambda config, cuda: "all is there")
     step(config)
     assert Path(f"/proc/self/fd/{unread.fileno()}").resolve() == Path(os.devnull), "it has said something"
+
+
+def test_a_run_makes_its_data_also_where_nobody_reads_what_it_says(
+    unread: TextIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert synth(tmp_path, clips=1, images=0, shards=1, sizes=[(32, 32)], frames=[1], koala=True)["clips"] == 1
 
 
 def test_the_second_run_of_a_comparison_starts_also_where_nobody_reads_what_it_says(
