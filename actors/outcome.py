@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Exit(IntEnum):
-    """Exit codes of every process of this program; the table of the command line's help."""
+    """Exit codes of every process of this program; `heddle --help` lists them, docs/records.md explains them."""
 
     OK = 0
     FAILURE = 1

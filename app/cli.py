@@ -1,6 +1,6 @@
 """`heddle`: parses, checks, and calls the function of a command (`app/commands/`).
 
-Exit codes: 0 ok, 1 failure, 2 usage or config, 3 plan infeasible, 4 data rejected, 75 stopped but resumable.
+Exit codes are those of `actors.outcome.Exit`; the help names them, docs/records.md explains them.
 An error of our own is one sentence on stderr; `--debug` anywhere on the line shows its traceback.
 """
 
@@ -39,7 +39,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # its boxes cut names of options, and break the words of an error
     context_settings={"max_content_width": 120},
     help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
-    epilog="Add --debug to any command to see the traceback of an error.",
+    epilog="Add --debug to any command to see the traceback of an error. Exit codes: 0 done, 1 failure, 2 usage or "
+    "config, 3 no legal plan or not enough memory, 4 data rejected, 75 stopped, and --resume goes on (of heddle "
+    "workers: what it waited for has not come), 130 interrupted.",
 )
 
 
@@ -54,7 +56,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _heddle(
     shows: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Say it, and torch's and Ray's.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Show the versions of Heddle, PyTorch and Ray."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -66,7 +71,7 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(data_app, name="data", help="Make, index, check, convert and encode data sets.")
-app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")
+app.add_typer(bench_app, name="bench", help="Measure against published systems: the figures of docs/results.md.")
 app.add_typer(workers_app, name="workers", help="Look at, drain, add, scale, kill or stop the workers of a live run.")
 
 

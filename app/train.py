@@ -19,7 +19,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint")
     parser.add_argument("--back-to", type=int, metavar="N", help="with --resume: from the checkpoint after N steps")
-    parser.add_argument("--overwrite", action="store_true", help="start again in an existing folder")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start again: all that is in the run's folder is deleted"
+    )
     return parser.parse_args(arguments)
 
 

@@ -28,13 +28,15 @@ def compare(
         typer.Option("--strategy", metavar="NAME", help="A planner strategy to train with. Repeatable, two to four."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Steps of each run; the config's own else.")
+        int | None, typer.Option("--steps", min=1, help="Steps of each run; default: the config's.")
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with runs that were begun.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in existing folders.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again: all that is in the folders of the runs is deleted.")
+    ] = False,
 ) -> None:
-    """Loss, step time, idle share and FLOPs of several runs over each other, as one HTML page.
+    """Loss, step time, idle share and FLOPs of two to four runs, on one HTML page.
 
     With --config and --strategy the runs are made first, one after the other, on the same data.
     """

@@ -249,7 +249,7 @@ def synth(
     clips: Annotated[int | None, typer.Option(help="Video clips; default: 240.", min=0)] = None,
     images: Annotated[int | None, typer.Option(help="Still images; default: 40.", min=0)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards; default: 4.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Another one, other shapes.")] = 0,
+    seed: Annotated[int, typer.Option(help="With another seed there are other shapes.")] = 0,
     sizes: Annotated[
         list[str] | None,
         typer.Option(
@@ -264,8 +264,8 @@ def synth(
     ] = None,
     koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True,
 ) -> None:
-    """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table. Each clip has one of the sizes,
-    and one of the lengths that are wanted."""
+    """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table. Each clip has one of the sizes
+    of --size and one of the lengths of --frames."""
     from app.inputs.synthetic import synth as make
 
     make(

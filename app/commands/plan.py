@@ -24,7 +24,9 @@ def plan(
         Path | None,
         typer.Option("--profile", help="Measured latencies (file, or folder of a run); with --config optional."),
     ] = None,
-    cluster: Annotated[str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, e.g. 2x8, or YAML.")] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, e.g. 2x8, or a YAML file.")
+    ] = "",
     strategy: Annotated[
         str,
         typer.Option(
@@ -65,17 +67,18 @@ def plan(
         ),
     ] = "",
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the plan here, with the account of --from-data.")
+        Path | None,
+        typer.Option("--json", help="Write the plan here, with the account of --from-data; /dev/stdout prints it."),
     ] = None,
     gantt: Annotated[Path | None, typer.Option("--gantt", help="Write a PNG here.")] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
 ) -> None:
     """Preview: step times, idle share, memory and the account of the data, before a GPU is touched.
 
-    In the table, no plan takes less than bound, and over is how much more this one takes. WIR is the busiest worker's
-    time over the least busy one's, - where that one has nothing to do; CV step says how far apart workers are in
-    tokens, CV comp in computation, 0 is even. peak is the memory of the largest cascade, planning what the step took
-    that took longest.
+    Columns of the table: bound is the least that any plan can take, over is how much more this one takes. WIR is the
+    busiest worker's time over the least busy one's, - where that one has nothing to do. CV step and CV comp say how
+    unevenly workers get tokens and computation; 0 is even. peak is the memory of the largest cascade, planning the
+    longest that one step took to plan.
     """
     from app.plan.preview import PlanRequest, run_plan
     from app.settings.standard_out import talk_beside

@@ -22,12 +22,16 @@ def profile(
     overrides: Overrides = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each point; the median is kept.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    write: Annotated[bool, typer.Option("--write", help="Put the limits of batches into the config.")] = False,
-    degrees: Annotated[str, typer.Option(help="Degrees of the DiT, 1,2,4; empty: all that this machine can run.")] = "",
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the limits of batches that are found into the config's file.")
+    ] = False,
+    degrees: Annotated[
+        str, typer.Option(help="Degrees of the DiT, e.g. 1,2,4; empty: all that this machine can run.")
+    ] = "",
     minutes: Annotated[
         float,
         typer.Option(
-            help="Only so long, the most informative points first; default: 0, which measures all.",
+            help="Minutes it may take, with the most informative points first; default: 0, which measures all.",
             min=0.0,
             show_default=False,
         ),

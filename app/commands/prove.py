@@ -16,15 +16,21 @@ def prove(
     steps: Annotated[
         int,
         typer.Option(
-            "--steps", help="Each quarter of them ends with something that happens; both runs take as many or more."
+            "--steps",
+            help="A quarter of them lies before each loss or change of the pool; both runs take as many or more.",
         ),
     ] = 24,
     out: Annotated[Path | None, typer.Option("--out", help="JSON with all figures.")] = None,
     page: Annotated[Path | None, typer.Option("--page", help="HTML with the curves of both runs.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in existing folders.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again: all that is in the folders of both is deleted.")
+    ] = False,
 ) -> None:
-    """Train some steps of a run on this cluster twice, and show that both were the same training: once undisturbed, and
-    once while a worker is killed and the pool shrinks and grows. Exit code 1 where they were not."""
+    """Train some steps of a run twice, and show that both were the same training: once undisturbed, and once while a
+    worker is killed and the pool shrinks and grows. Exit code 1 where they were not.
+
+    It runs where heddle train does: on the Ray cluster that RAY_ADDRESS names, else on this machine.
+    """
     from app.proof.command import prove as run
     from app.run.cluster import leave_if_stuck
     from app.settings.out_files import check_page, check_writable

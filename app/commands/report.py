@@ -10,12 +10,13 @@ import typer
 
 def report(
     run: Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")],
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default RUN/report.html.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default: RUN/report.html.")] = None,
     steps: Annotated[
         str, typer.Option("--steps", metavar="FIRST-LAST", help="Steps in timeline.json; default: the newest.")
     ] = "",
 ) -> None:
-    """One self-contained HTML of a run: loss, planned against measured time, buckets, events, samples."""
+    """One self-contained HTML of a run, also of a live one: loss, planned against measured time, buckets, events,
+    samples. Beside it timeline.json, for ui.perfetto.dev."""
     from app.records.rundir import RunDir
     from app.records.timeline import StepRange, write_timeline
     from app.report.page import write_report

@@ -22,13 +22,27 @@ def train(
             help="With --resume: from the checkpoint after N steps. Later ones are moved aside.",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in an existing folder.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, open the data, plan, show, stop.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again: all that is in the run's folder is deleted.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check files and data, plan, show all that is known before a start, and stop."),
+    ] = False,
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="SPEC", help="workers.cluster: NODESxGPUS, e.g. 2x8, or a YAML file.")
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="SPEC",
+            help="What the cluster looks like, no address: NODESxGPUS, e.g. 2x8, or a YAML file (workers.cluster).",
+        ),
     ] = "",
 ) -> None:
-    """Train a model as the config says."""
+    """Train a model as the config says.
+
+    It runs on the Ray cluster that RAY_ADDRESS names (HOST:PORT, given on one of its nodes), or of which it is a job;
+    else on a Ray of this machine, which ends with the run.
+    """
     settings = [*(overrides or []), *([f"workers.cluster={cluster}"] if cluster else [])]
     if dry_run:
         from app.plan.dry_run import dry_run as preview

@@ -50,7 +50,7 @@ def list_workers(run: Run) -> None:
 def drain(
     run: Run,
     names: Annotated[list[str], typer.Argument(help="Names from `heddle workers list`, e.g. w2.")],
-    wait_s: Annotated[float, typer.Option(help="Wait this long until they are gone; 0 does not wait.")] = 60.0,
+    wait_s: Annotated[float, typer.Option(help="Seconds to wait until they are gone; 0 does not wait.")] = 60.0,
 ) -> None:
     """Let these workers finish their work, hand over their state and leave at a step boundary. Exit code 75 where they
     are still there when the wait is over."""
@@ -92,10 +92,15 @@ def join(
         str | None, typer.Option(help="Address of a Ray cluster instead, HOST:PORT.", show_default=False)
     ] = None,
     address: Annotated[
-        str, typer.Option(help="Of this machine, as the others reach it; default: the one that reaches the cluster.")
+        str,
+        typer.Option(
+            help="Address of this machine, as the others reach it; default: the one that reaches the cluster."
+        ),
     ] = "",
-    wait_s: Annotated[float, typer.Option(help="Wait this long for a cluster to answer.")] = 3600.0,
-    leave_s: Annotated[float, typer.Option(help="Have workers of this machine finish for so long.")] = 120.0,
+    wait_s: Annotated[float, typer.Option(help="Seconds to wait for a cluster to answer.")] = 3600.0,
+    leave_s: Annotated[
+        float, typer.Option(help="Seconds that workers of this machine have to finish, once it is to leave.")
+    ] = 120.0,
     to_the_end: Annotated[
         bool, typer.Option("--to-the-end", help="Leave when the cluster ends and no sooner: signals are for the run.")
     ] = False,
@@ -150,12 +155,13 @@ def _within_limits(run: Path, count: int) -> str:
 
 @app.command()
 def stop(
-    run: Run, wait_s: Annotated[float, typer.Option(help="Wait this long for the end; 0 does not wait.")] = 300.0
+    run: Run, wait_s: Annotated[float, typer.Option(help="Seconds to wait for the end; 0 does not wait.")] = 300.0
 ) -> None:
-    """End the run after its running steps: checkpoint written, exit code 75, `--resume` continues it. One that has
-    taken its last step no longer waits for LoRA files.
+    """End a run after its running steps: it writes a checkpoint and ends with exit code 75, and `--resume` continues
+    it. One that has taken its last step no longer waits for LoRA files.
 
-    Exit code 75 of this command where the run still lives when the wait is over: nothing may copy its folder yet.
+    This command's own exit code is 0 once the run has ended (with --wait-s 0 at once), and 75 where it still lives when
+    the wait is over: nothing may copy its folder yet.
     """
     try:
         actor = monitor(run)

@@ -1,4 +1,4 @@
-"""Which errors are answered with a sentence, and the exit code of each (the table of the command line's help)."""
+"""Which errors are answered with a sentence, and the exit code of each (listed by `heddle --help`)."""
 
 from __future__ import annotations
 
