@@ -303,7 +303,9 @@ class LimitsConfig:
     max_bad_fraction: float = 0.01  # of samples, after the first `bad_after`; more end the run
     bad_after: int = 200  # samples
     max_bad_shards: int = 0  # unreadable or cut shards
-    retries: int = 4  # of a read that failed, over new connections; then the run stops
+    # Of a read that failed, over new connections. Then the run waits for a storage that does not answer, and ends where
+    # that refuses, or a file has been cut.
+    retries: int = 4
 
     def __post_init__(self) -> None:
         check_numbers(
