@@ -57,14 +57,12 @@ def test_a_head_that_asks_for_a_token_is_started_where_there_is_one(document: st
     assert start.index("RAY_AUTH_MODE=token") < start.index("get-auth-token --generate") < start.index("ray start")
 
 
-@pytest.mark.parametrize(
-    ("document", "place", "name"), [("README.md", "configs/runs", "my-run"), ("docs/first-lora.md", "", "my-lora")]
-)
-def test_the_run_file_of_a_document_is_one(document: str, place: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("document", "name"), [("README.md", "my-run"), ("docs/first-lora.md", "my-lora")])
+def test_the_run_file_of_a_document_is_one(document: str, name: str, tmp_path: Path) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     (written,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    file = tmp_path / place / "my.yaml"
+    file = tmp_path / "my.yaml"
     file.write_text(written, encoding="utf-8")
     assert RunConfig.load(file, []).run.name == name
 
