@@ -1,7 +1,7 @@
 # make demo   install, make a data set, train on a local Ray cluster, sample, report
 # make test   install, run the tests
 # make faults the tests that kill workers, nodes and helpers one after the other
-# make long   the tests of whole runs that take minutes each
+# make long   the tests of whole runs that take minutes each, and further cases of what the others show by one
 # make kernels compile every shipped kernel for sm_90 and sm_100
 # make lowest  tests with the oldest versions that pyproject.toml takes, in .cache/lowest (fetches gigabytes)
 # make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)

@@ -180,7 +180,7 @@ def test_the_image_has_what_the_probes_of_kuberay_call() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("target", ["demo", "test", "faults", "kernels", "resolve", "lint", "bench"])
+@pytest.mark.parametrize("target", ["demo", "test", "faults", "long", "kernels", "lowest", "resolve", "lint", "bench"])
 def test_make_targets_exist(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert result.returncode == 0, result.stderr
