@@ -1,3 +1,4 @@
+# make install  make .venv with all that the others need; make clean removes it, and the demo's data and run
 # make demo   install, make a data set, train on a local Ray cluster, sample, report
 # make test   install, run the tests
 # make faults the tests that kill workers, nodes and helpers one after the other
