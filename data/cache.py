@@ -199,7 +199,9 @@ class Cache:
             except OSError as error:
                 if not tries_left:
                     kind_of = DataUnreachable if error.errno in UNREACHABLE else DataIOError
-                    raise kind_of(f"{path} of the cache cannot be read: {error}. Resume when it can.") from error
+                    raise kind_of(
+                        f"{path} of the cache cannot be read: {error}. A run that ends by this can be resumed."
+                    ) from error
                 time.sleep(_RETRY_S)
         raise AssertionError("every try returns or raises")
 

@@ -182,7 +182,7 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
                     + (
                         "Credentials of this process are missing, expired or not enough; renew them, then resume."
                         if refused
-                        else "The storage failed, not the data; resume when it answers again."
+                        else "The storage failed, not the data; a run that ends by it can be resumed later."
                     )
                 ) from error
             log.warning("%s: %s; attempt %d of %d", what, why, attempt + 1, retries + 1)

@@ -217,7 +217,10 @@ class Cluster:
         """`"2x8"` is 2 nodes of 8. Raises PlanError for anything else."""
         match = re.fullmatch(r"\s*([1-9]\d*)\s*x\s*([1-9]\d*)\s*", spec)
         if match is None:
-            raise PlanError(f"cluster {spec!r} is not NODESxGPUS, for example 2x8, nor a YAML file.")
+            raise PlanError(
+                f"cluster {spec!r} is not NODESxGPUS, for example 2x8, nor a YAML file; a Ray cluster "
+                "is named by RAY_ADDRESS."
+            )
         nodes, gpus = int(match[1]), int(match[2])
         if nodes * gpus > MOST_GPUS:
             raise PlanError(f"cluster {spec!r} has {nodes * gpus:,} GPUs; plans are for {MOST_GPUS:,} at most.")

@@ -702,8 +702,8 @@ class DataAwaited(RunEvent, event="data_unreachable", disturbs=True):
     def describe(self) -> str:
         since = f", for {self.seconds:.0f} s by now" if self.seconds else ""
         return (
-            f"step {self.step} waits for its clips{since}: {self.why}. Training goes on by itself as soon as they can "
-            f"be read; after {self.longest_s / 3600:g} h the run ends"
+            f"step {self.step} waits for its clips{since}: {self.why.rstrip('.')}. Training goes on by itself as soon "
+            f"as they can be read; after {self.longest_s / 3600:g} h the run ends"
         )
 
 

@@ -30,6 +30,8 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:  # JSON, wh
         if not source.is_file():
             raise PlanError(f"{source} does not exist: the run has learned nothing yet; it is saved with checkpoints.")
     name = "profile" if isinstance(source, Mapping) else f"profile {source}"
+    if not isinstance(source, Mapping) and not Path(source).exists():
+        raise PlanError(f"{name} does not exist; `heddle profile --out {source}` makes it, or name none.")
     if not isinstance(source, Mapping) and Path(source).is_dir():
         raise PlanError(
             f"{name} is a folder without a run; give the file that heddle profile --out writes, or a run's."

@@ -226,7 +226,7 @@ def test_malformed_json_names_file_and_line(tmp_path: Path) -> None:
     path.write_text('{"latency": [')
     with pytest.raises(PlanError, match=r"p.json is not valid JSON: .* line 1"):
         read_profile(path)
-    with pytest.raises(PlanError, match="does not exist"):
+    with pytest.raises(PlanError, match="does not exist; `heddle profile --out"):
         read_profile(tmp_path / "none.json")
 
 

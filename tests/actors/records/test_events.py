@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from actors.records.events import (
     KINDS,
+    DataAwaited,
     GenerationEnded,
     GenerationFormed,
     KeeperLost,
@@ -29,6 +31,8 @@ from actors.records.events import (
     event_of,
 )
 from actors.records.lines import RecordError
+from data.errors import DataUnreachable
+from data.storage import retried
 
 OLD = Path(__file__).parent / "old"
 UNTOLD = {GenerationEnded, StackDumped}  # the next generation tells it; a stack is read in the file
@@ -238,3 +242,15 @@ def test_a_start_tells_how_often_the_run_draws_its_samples() -> None:
     said = "data is ready; starting at step 4 (state: step-3)"
     assert event_of(line).describe() == f"{said}; 2,000 steps draw 8,000 samples, each of the 30 about 267 times"
     assert dataclasses.replace(start, data={"indexed": 3}).describe() == said
+
+
+def test_a_run_that_waits_for_its_storage_asks_nobody_to_resume_it() -> None:
+    with pytest.raises(DataUnreachable) as failed:
+        retried("shard 4", refused, retries=0)
+    told = DataAwaited(step=4, why=str(failed.value), seconds=0.0, longest_s=43200.0).describe()
+    assert "Connection refused" in told and "Training goes on by itself" in told
+    assert ".." not in told and "resume when" not in told.lower()
+
+
+def refused() -> None:
+    raise OSError(errno.ECONNREFUSED, "Connection refused")
