@@ -220,8 +220,6 @@ class LiveSamples:
             self._let_go(self._round)
         self._round, self._next = self._next, None
         self._wanted = list(self._round.clips) if self._round else []
-        if self._round is not None:
-            self._round.began = time.monotonic()
 
     def _let_all_go(self) -> None:
         for one in (self._round, self._next):
