@@ -30,7 +30,7 @@ from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent
 from actors.refs import Ref
 from actors.state.checkpoint_files import LaterFormat, is_complete, step_folder, step_folders
 from actors.state.checkpoint_writer import root_of, step_of
-from app.sampling.live import held_checkpoint
+from app.sampling.rounds import held_checkpoint
 from app.settings.config import RunConfig
 from app.settings.errors import is_ours, one_line
 from app.settings.run_folder import LORA, LORA_SCRATCH, LORA_STOPPED

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import time
 from collections.abc import Container
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +21,7 @@ from actors.plan.spared import from_cache
 from actors.plan.types import Module
 from actors.records.events import RunEvent, SamplesFailed, SamplesMade
 from app.inputs.beside import encoders_of_samples, live_texts
+from app.sampling.rounds import CheckpointRound, CheckpointRounds, held_checkpoint
 from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -48,28 +47,13 @@ def make(run_dir: str, device: str) -> list[str]:
     return [str(path) for path in sample_run(Path(run_dir), device=device)]
 
 
-@dataclass(kw_only=True)
-class _Round:
-    """The samples of one checkpoint on their way."""
-
-    step: int  # -1: of the first weights
-    held_at: Path  # links to the checkpoint's files; of the first weights there is none
-    began: float
-    clips: list[LiveClip]
-    shown: dict[int, np.ndarray] = field(default_factory=dict)
-
-
 class LiveSamples:
-    """Wants clips of the first checkpoint at or after each multiple of `sample.every` steps: one round at a time, while
-    at most one waits, that of the newest checkpoint."""
+    """Wants clips of the first checkpoint at or after each multiple of `sample.every` steps, in `CheckpointRounds`."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._given, self._run_dir = config, run_dir
         self._every = config.sample.every if config.sample.prompts else 0
-        self._round: _Round | None = None
-        self._next: _Round | None = None
-        self._wanted: list[LiveClip] = []
-        self._dropped: set[str] = set()
+        self._rounds: CheckpointRounds[LiveClip, np.ndarray] = CheckpointRounds()
         self._num_rounds = 0
         self._running: ObjectRef[list[str]] | None = None
         for left in run_dir.glob("samples/.checkpoint*"):  # of a run that was killed
@@ -84,10 +68,9 @@ class LiveSamples:
             why = "the run trains one of two experts, and a task of its own makes samples from checkpoints alone"
             return [SamplesFailed(step=-1, why=why)]
         try:
-            self._next = self._round_of(-1)
+            self._rounds.put(self._round_of(-1))
         except (ConfigError, OSError) as error:
             return [SamplesFailed(step=-1, why=str(error))]
-        self._begin_next()
         return []
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
@@ -101,38 +84,32 @@ class LiveSamples:
         return encoders_of_samples(self._given)
 
     def wanted(self) -> list[LiveClip]:
-        found, self._wanted = self._wanted, []
-        if found and self._round is not None and self._round.step < 0:
-            self._round.began = time.monotonic()  # no checkpoint was awaited; Ray and the workers were starting
-        return found
+        return self._rounds.wanted()
 
     def ended(self, report: TurnReport) -> RunEvent | None:
         """A clip is made: its file is written. Returns an event for the last one of a round, or the first that
         fails."""
-        now = self._round
-        clip = next((one for one in now.clips if one.name == report.aside), None) if now else None
-        if now is None or clip is None:
+        if (now := self._rounds.of(report.aside)) is None:
             return None
         if not report.failed:
             try:
-                return self._made(now, clip, cast("MadeClip", report.made))
+                return self._made(now, report.aside, cast("MadeClip", report.made))
             except OSError as error:  # a full disk
                 report = replace(report, failed=f"{error.strerror or error}: {self._run_dir / 'samples'}")
-        self._dropped = {one.name for one in now.clips}
         if not report.no_room or now.step < 0:  # of the first weights there is no checkpoint for a task
-            if self._round is now:  # its contact sheet alone may be missing, and the next has begun
-                self._begin_next()
+            if self._rounds.now is now:  # its contact sheet alone may be missing, and the next has begun
+                self._rounds.begin_next()
             return SamplesFailed(step=now.step, why=report.failed)
-        self._let_all_go()  # the task makes those of the newest checkpoint
+        self._rounds.end()  # the task makes those of the newest checkpoint
         when = "" if self._start_task() else " once the run has ended, as its workers hold all GPUs"
         why = f"by the run's workers: {report.failed} A task of its own makes them{when}"
         return SamplesFailed(step=now.step, why=why)
 
     def dropped(self) -> Container[str]:
         """The others of a round of which one has failed."""
-        return self._dropped
+        return self._rounds.dropped
 
-    def _made(self, now: _Round, clip: LiveClip, made: MadeClip) -> RunEvent | None:
+    def _made(self, now: CheckpointRound[LiveClip, np.ndarray], clip: str, made: MadeClip) -> RunEvent | None:
         from app.drawing.video import contact_sheet
         from app.sampling.clips import clip_files, record_file
 
@@ -141,16 +118,16 @@ class LiveSamples:
         files, sheet = clip_files(self._run_dir / "samples" / f"{name}.mp4", len(prompts))
         sheet.parent.mkdir(exist_ok=True)
         record_file(sheet).unlink(missing_ok=True)  # see `write_clips`
-        write_whole(files[clip.number], made.mp4)
-        now.shown[clip.number] = made.shown
-        if len(now.shown) < len(prompts):
+        write_whole(files[now.works[clip].number], made.mp4)
+        now.made[clip] = made.shown
+        if not now.is_made:
             return None
-        self._begin_next()
+        self._rounds.begin_next()
         write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
-        shown = [now.shown[index] for index in range(len(prompts))]
+        shown = [now.made[one] for one in now.works]
         contact_sheet(sheet, shown, prompts, columns=1 if len(prompts) <= 4 else 2)
         names = tuple(str(path.relative_to(self._run_dir)) for path in (*files, sheet))
-        return SamplesMade(step=now.step, samples=names, seconds=round(time.monotonic() - now.began, 3))
+        return SamplesMade(step=now.step, samples=names, seconds=now.seconds)
 
     # -- as the recorder's -------------------------------------------------------------------------------------------
 
@@ -167,17 +144,12 @@ class LiveSamples:
             self._start_task()
             return None
         try:
-            due = self._round_of(step)
+            late = self._rounds.put(self._round_of(step))
         except (ConfigError, OSError) as error:
             return SamplesFailed(step=step, why=str(error))
-        if (late := self._next) is not None:
-            self._let_go(late)
-        self._next = due
-        if self._round is None:
-            self._begin_next()
         return None if late is None else SamplesFailed(step=late.step, why="the next are due and they have not begun")
 
-    def _round_of(self, step: int) -> _Round:
+    def _round_of(self, step: int) -> CheckpointRound[LiveClip, np.ndarray]:
         """Raises ConfigError and OSError for pictures that cannot be read."""
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
@@ -199,36 +171,18 @@ class LiveSamples:
             )
             for number in range(len(self._config.sample.prompts))
         ]
-        return _Round(step=step, held_at=held_at, began=time.monotonic(), clips=clips)
+        return CheckpointRound(step=step, held_at=held_at, works={clip.name: clip for clip in clips})
 
     def close(self) -> None:
         """The run is over: wait for the samples that the task makes."""
-        for one in (self._round, self._next):
-            if one is not None:
-                left = len(one.clips) - len(one.shown)
-                log.warning(
-                    "not made: %s after %s; make them with `heddle sample`",
-                    counted(left, "sample"),
-                    counted(one.step + 1, "step"),
-                )
-        self._let_all_go()
+        for one in self._rounds.end():
+            log.warning(
+                "not made: %s after %s; make them with `heddle sample`",
+                counted(len(one.works) - len(one.made), "sample"),
+                counted(one.step + 1, "step"),
+            )
         if self._running is not None and not self._collect(self._running, FINISH_S):
             log.warning("samples are not ready after %.0f s; make them with `heddle sample`", FINISH_S)
-
-    def _begin_next(self) -> None:
-        if self._round is not None:
-            self._let_go(self._round)
-        self._round, self._next = self._next, None
-        self._wanted = list(self._round.clips) if self._round else []
-
-    def _let_all_go(self) -> None:
-        for one in (self._round, self._next):
-            if one is not None:
-                self._let_go(one)
-        self._round, self._next, self._wanted = None, None, []
-
-    def _let_go(self, ended: _Round) -> None:
-        shutil.rmtree(ended.held_at, ignore_errors=True)
 
     @cached_property
     def _config(self) -> RunConfig:
@@ -306,19 +260,3 @@ class LiveSamples:
             log.warning("sampling failed: %s", error)
         self._running = None
         return True
-
-
-def held_checkpoint(checkpoint: Path, at: Path) -> Path:
-    """Links to the files of a checkpoint, which stay when the run removes it before the last aside has read it; the
-    checkpoint itself where the file system has no links."""
-    shutil.rmtree(at, ignore_errors=True)  # of a run that ended in the middle
-    try:
-        files = list(checkpoint.iterdir())
-        at.mkdir(parents=True)
-        for file in files:
-            os.link(file, at / file.name)
-    except OSError as error:
-        log.info("%s is read where it is: %s", checkpoint.name, error)
-        shutil.rmtree(at, ignore_errors=True)
-        return checkpoint
-    return at

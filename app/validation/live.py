@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +23,7 @@ from actors.aside_turns import TurnReport
 from actors.plan.spared import from_cache
 from actors.plan.types import Module
 from actors.records.events import HeldOutFailed, HeldOutMeasured, RunEvent, events_so_far
-from app.sampling.live import held_checkpoint
+from app.sampling.rounds import CheckpointRound, CheckpointRounds, held_checkpoint
 from app.settings.config import RunConfig
 from app.validation.clips import HeldOutClip, held_out_clips, held_out_data
 from data.errors import DataError, DataIOError
@@ -40,32 +39,14 @@ log = logging.getLogger(__name__)
 RANGES = 4  # of the noise level, equally wide, for each of which a mean is reported
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _HeldOutRound:
-    """The clips of one checkpoint on their way."""
-
-    step: int  # -1: of the first weights
-    held_at: Path  # links to the checkpoint's files; of the first weights, which have none, an empty folder
-    began: float
-    works: tuple[HeldOutWork, ...]
-    done: dict[str, ClipLosses] = field(default_factory=dict)  # by work
-
-    @property
-    def names(self) -> set[str]:
-        return {work.name for work in self.works}
-
-
 class LiveHeldOut:
     """Wants losses of the first checkpoint at or after each multiple of `validation.every` steps, and of the weights
-    that the run begins with: one round at a time, while at most one waits, that of the newest checkpoint."""
+    that the run begins with, in `CheckpointRounds`."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._given, self._run_dir, self._held_at = config, run_dir, run_dir / ".held_out"
         self._every = config.validation.every if config.validation.sources else 0
-        self._round: _HeldOutRound | None = None
-        self._next: _HeldOutRound | None = None
-        self._wanted: list[HeldOutWork] = []
-        self._dropped: set[str] = set()
+        self._rounds: CheckpointRounds[HeldOutWork, ClipLosses] = CheckpointRounds()
         self._num_rounds = 0
         self._no_room: dict[str, str] = {}  # buckets that are left out -> why
 
@@ -88,13 +69,10 @@ class LiveHeldOut:
         why = "the run ended before it was measured"
         try:
             if begins and self._given.validation.first:
-                self._next = self._round_of(-1, clips)
-                self._begin_next()
+                self._rounds.put(self._round_of(-1, clips))
             if left and is_complete(self._checkpoint(left[-1])):
-                self._next = self._round_of(left[-1], clips)
+                self._rounds.put(self._round_of(left[-1], clips))
                 left.pop()
-                if self._round is None:
-                    self._begin_next()
         except OSError as error:  # a full disk, or a checkpoint that may not be read: these are not worth a run's end
             why = f"{error.strerror or error}: {error.filename or self._held_at}"
             left = left or [-1]
@@ -114,37 +92,31 @@ class LiveHeldOut:
         return ()
 
     def wanted(self) -> list[HeldOutWork]:
-        found, self._wanted = self._wanted, []
-        if found and self._round is not None and self._round.step < 0:
-            # The first weights wait for no checkpoint: until here Ray and the workers were starting.
-            self._round = replace(self._round, began=time.monotonic())
-        return found
+        return self._rounds.wanted()
 
     def ended(self, report: TurnReport) -> RunEvent | None:
         """Some clips are done. Returns an event for the last ones of a round, or the first that fail."""
-        now = self._round
-        if now is None or report.aside not in now.names - now.done.keys():
+        if (now := self._rounds.of(report.aside)) is None:
             return None
         if not report.failed:
-            now.done[report.aside] = cast("ClipLosses", report.made)
-            if len(now.done) < len(now.works):
+            now.made[report.aside] = cast("ClipLosses", report.made)
+            if not now.is_made:
                 return None
-        self._dropped = now.names
-        self._begin_next()
+        self._rounds.begin_next()
         if report.failed:
             return HeldOutFailed(step=now.step, why=report.failed)
         from app.validation.work import ClipLosses
 
-        parts = [now.done[work.name] for work in now.works]  # in one order: a mean depends on it in its last bits
+        parts = [now.made[name] for name in now.works]  # in one order: a mean depends on it in its last bits
         done = ClipLosses.together(parts, self._no_room)
         if not done.losses:
             return HeldOutFailed(step=now.step, why=why_none(done))
         self._no_room = dict(done.no_room)
-        return measured(now.step, done, self._clips, time.monotonic() - now.began)
+        return measured(now.step, done, self._clips, now.seconds)
 
     def dropped(self) -> Container[str]:
-        """The works of the last round that has ended: of one that failed the others are not wanted."""
-        return self._dropped
+        """The others of a round of which one has failed."""
+        return self._rounds.dropped
 
     # -- as the recorder's ---------------------------------------------------------------------------------------------
 
@@ -155,28 +127,22 @@ class LiveHeldOut:
 
         if not self._every or not stands_for_multiple(step, self._every, before):
             return None
-        late, self._next = self._next, None
-        if late is not None:
-            self._let_go(late)
         try:
             clips = self._measurable()
         except (DataError, DataIOError, OSError, ValueError) as error:
             return HeldOutFailed(step=step, why=str(error))
-        self._next = self._round_of(step, clips)
-        if self._round is None:
-            self._begin_next()
+        late = self._rounds.put(self._round_of(step, clips))
         return None if late is None else HeldOutFailed(step=late.step, why="the next one is due and it has not begun")
 
     def close(self) -> None:
         """The run is over, or goes on later: of what is not measured the step is kept, for `open`, and no file."""
-        left = [one for one in (self._round, self._next) if one is not None]
-        self._round = self._next = None
+        left = self._rounds.end()
         shutil.rmtree(self._held_at, ignore_errors=True)
         for one in left:
             log.warning("not measured yet: the held-out loss after %s", counted(one.step + 1, "step"))
             one.held_at.mkdir(parents=True, exist_ok=True)
 
-    def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _HeldOutRound:
+    def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> CheckpointRound[HeldOutWork, ClipLosses]:
         from app.validation.work import HeldOutPart, HeldOutWork
 
         config, self._num_rounds = self._config, self._num_rounds + 1
@@ -185,7 +151,7 @@ class LiveHeldOut:
         if step < 0:
             held_at.mkdir(parents=True, exist_ok=True)  # for the controller after this one: not measured yet
         parts = min(config.workers.max, len(clips))
-        works = tuple(
+        works = [
             HeldOutWork(
                 folder=folder,
                 step=step,
@@ -200,23 +166,14 @@ class LiveHeldOut:
                 ),
             )
             for number in range(parts)
-        )
-        return _HeldOutRound(step=step, held_at=held_at, began=time.monotonic(), works=works)
-
-    def _begin_next(self) -> None:
-        if self._round is not None:
-            self._let_go(self._round)
-        self._round, self._next = self._next, None
-        self._wanted = list(self._round.works) if self._round else []
+        ]
+        return CheckpointRound(step=step, held_at=held_at, works={work.name: work for work in works})
 
     def _checkpoint(self, step: int) -> Path:
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
 
         return step_folder(root_of(self._run_dir), step)
-
-    def _let_go(self, ended: _HeldOutRound) -> None:
-        shutil.rmtree(ended.held_at, ignore_errors=True)
 
     @cached_property
     def _resolved(self) -> tuple[RunConfig, Geometry]:

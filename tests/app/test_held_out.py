@@ -404,7 +404,7 @@ def test_what_ray_and_workers_take_to_start_is_no_time_of_the_first_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("app.validation.live.time.monotonic", lambda: now)
+    monkeypatch.setattr("app.sampling.rounds.time.monotonic", lambda: now)
     live = LiveHeldOut(config_of(folder), tmp_path)
     live.open(begins=True)
     now = 60.0  # until the first step is dealt
@@ -436,7 +436,7 @@ def test_the_loss_of_a_multiple_whose_checkpoint_was_put_off_is_that_of_the_next
     live = live_of(folder, tmp_path)
     assert live.on_checkpoint(35, -1) is None and live.wanted() == []
     assert live.on_checkpoint(46, 35) is None and {work.step for work in live.wanted()} == {46}
-    assert live.on_checkpoint(60, 46) is None and live._next is None
+    assert live.on_checkpoint(60, 46) is None and live._rounds.next is None
 
 
 def test_of_checkpoints_that_come_too_fast_the_newest_waits(folder: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_what_ray_and_workers_take_to_start_is_no_time_of_the_first_clips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("app.sampling.live.time.monotonic", lambda: now)
+    monkeypatch.setattr("app.sampling.rounds.time.monotonic", lambda: now)
     live = samples(tmp_path, 40, "sample.first=true")
     live.open(begins=True)
     now = 60.0  # until the first step is dealt
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_waits_for_its_turn_counts_from_when_it_was_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("app.sampling.live.time.monotonic", lambda: now)
+    monkeypatch.setattr("app.sampling.rounds.time.monotonic", lambda: now)
     live = samples(tmp_path)
     live.on_checkpoint(39)
     first = live.wanted()
