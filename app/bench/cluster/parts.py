@@ -16,19 +16,19 @@ import itertools
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from actors.config import RuntimeConfig
+from actors.config import RuntimeConfig, SnapshotConfig
 from actors.feed.pulse import AnsweringActor
-from actors.held_state import HeldShard, Origin, Snapshot
-from actors.letters import CommitCall, KeeperCall, RelayFinder, RelayHandle, held, told
+from actors.held_state import HeldShard, Origin
+from actors.letters import RelayHandle
 from actors.messages import PublishedResult, WorkerHandle
-from actors.outcome import Tell, silent
+from actors.outcome import Events, Tell, silent
 from actors.plan.types import Item, Module
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
@@ -37,9 +37,10 @@ from actors.ray_calls import get, put
 from actors.refs import Ref
 from actors.run.relay_book import NodeRelay, Relays
 from actors.state.checkpoint_files import Meta
+from actors.state.checkpoint_writer import Writer
 from actors.state.checkpoints_on_disk import CheckpointsOnDisk
-from actors.state.keeper import KeeperHandle, Standing, place
-from actors.state.keeper_fleet import Base
+from actors.state.keeper import KeeperHandle, place
+from actors.state.keeper_fleet import Base, Keepers
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
@@ -164,18 +165,17 @@ class VirtualLookout(Lookout):
         return self._machines.free
 
 
-class VirtualKeepers:
-    """Stands for `actors.state.keeper_fleet.Keepers`: one on every node, whose books the hosts of the workers keep.
-    Keepers are called as often as real ones: those of a host are one actor, which says at once that they hold it."""
+class VirtualKeepers(Keepers):
+    """The real book of keepers: one on every node, in the host of its workers. They are called as often as real ones:
+    those of a host are one actor, which says at once that they hold it."""
 
-    silent: tuple[str, ...] = ()
+    def __init__(self, config: SnapshotConfig, machines: Machines, hosts: Sequence[HostHandle]) -> None:
+        super().__init__("virtual", config)
+        self._machines, self._hosts = machines, hosts
 
-    def __init__(self, machines: Machines, hosts: Sequence[HostHandle], copies: int) -> None:
-        self._machines, self._hosts, self._copies = machines, hosts, copies
-        self._keepers: dict[str, VirtualKeeper] = {}  # by node
-        self._homes: list[VirtualKeeper] = []  # by rank
-        self._generation = 0
-        self._placed: dict[int, tuple[str, ...]] = {}
+    def find(self) -> dict[str, KeeperHandle]:
+        """None is asked: their hosts are."""
+        return {}
 
     def inventories(
         self, patience_s: float, is_enough: Callable[[Sequence[KeeperInventory]], bool] = lambda found: False
@@ -186,104 +186,43 @@ class VirtualKeepers:
             for node, kept in get(asked).items():
                 if node in found:
                     found[node] += kept
-        return [
-            KeeperInventory(keeper=cast(KeeperHandle, VirtualKeeper(node, host_of(node, self._hosts))), shards=held)
-            for node, held in found.items()
-        ]
-
-    def standing(self, patience_s: float) -> Standing:
-        return Standing()
-
-    def home(self, rank: int) -> VirtualKeeper:
-        return self._homes[rank]
-
-    def in_use(self) -> dict[str, VirtualKeeper]:
-        return {}
+        return [KeeperInventory(keeper=self._keeper(node), shards=held) for node, held in found.items()]
 
     def leaving(self) -> list[KeeperHandle]:
         """Those on nodes that Ray drains: it drains no virtual one."""
         return []
 
-    def gone(self) -> list[str]:
-        return []
-
-    def rested(self) -> list[str]:
-        return []
-
-    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: object = None) -> list[str]:
-        keepers = {node: node for node in dict.fromkeys(worker_nodes)}
-        self._keepers = {node: VirtualKeeper(node, host_of(node, self._hosts)) for node in keepers}
-        self._homes = [self._keepers[node] for node in worker_nodes]
-        self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
-        return []
-
-    def hold(self, snapshots: Sequence[Snapshot], relays: RelayFinder | None = None) -> list[Ref[bool]]:
-        """One call for each keeper that has shards of its own node, one for each that copies."""
-        puts: dict[str, list[Snapshot]] = {}
-        copies: dict[str, list[tuple[Snapshot, VirtualKeeper]]] = {}
-        for one in snapshots:
-            home = self._homes[one.rank]
-            puts.setdefault(home.node, []).append(one)
-            for node in self._placed[one.rank]:
-                copies.setdefault(node, []).append((one, home))
-        calls = [self._call(node, "put", shards) for node, shards in puts.items()]
-        return held([*calls, *(self._call(node, "hold", shards) for node, shards in copies.items())], relays)
-
-    def _call(self, node: str, method: str, shards: Sequence[object]) -> KeeperCall:
-        return KeeperCall(keeper=self._keepers[node], node=node, method=method, shards=shards)
-
-    def repair(
-        self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
+    def prepare(
+        self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: Mapping[str, tuple[int, ...]] | None = None
     ) -> list[str]:
-        return self.prepare(worker_nodes)
-
-    def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
+        self._nodes = {node: node for node in worker_nodes}
+        self._handles = {node: self._keeper(node) for node in self._nodes}
+        self._homes = dict(enumerate(worker_nodes))
+        self._placed = place(self._homes, self._nodes, self._copies)
         return []
-
-    def commit(
-        self, step: int, position: Position | None, pinned: Sequence[int] = (), relays: RelayFinder | None = None
-    ) -> None:
-        nodes = {node: node for node in self._keepers}
-        call = CommitCall(
-            keepers=dict(self._keepers), generation=self._generation, step=step, position=position, pinned=tuple(pinned)
-        )
-        told(call, nodes, relays)
 
     def begin(self, base: Base) -> None:
-        self._generation = base.generation
+        self._base = base
         for host in self._hosts:
             host.begin.remote(base.step)
 
     def close(self) -> None:
-        """Nothing is held that could be let go."""
+        """They end with their hosts."""
+
+    def _keeper(self, node: str) -> KeeperHandle:
+        return cast(KeeperHandle, VirtualKeeper(node, host_of(node, self._hosts)))
 
 
-class VirtualWriter:
-    """Stands for the writer of checkpoints; what it is given is on disk at once."""
+class VirtualWriter(Writer):
+    """The real one, of a run that writes no checkpoint but its last state, which is on disk at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RuntimeConfig, events: Events) -> None:
+        super().__init__(Path(config.run_dir), config.checkpoint, -1, events, weight_bytes=0)
         self.step = -1
-
-    @property
-    def steps(self) -> list[int]:
-        return []
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def has(self, step: int) -> bool:
-        return False
 
     def save_origin(self, origin: Origin, meta: Meta) -> bool:
         self.step = origin.step
         return True
-
-    def go_back(self, step: int) -> None: ...
-    def seal_last(self) -> None: ...
-    def poll(self) -> None: ...
-    def hurry(self) -> None: ...
-    def wait(self, look: Callable[[], None] = lambda: None) -> None: ...
-    def close(self) -> None: ...
 
 
 class VirtualDisk(CheckpointsOnDisk):

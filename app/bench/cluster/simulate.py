@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from actors.feed.step_source import FeederHandle, StepSource
 from actors.outcome import Events, Outcome
@@ -153,8 +152,8 @@ def controller_of_virtual(
     pool = VirtualPool(machines, hosts)
     events = Events(watching)
     source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S, list)
-    keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)  # what a run's state asks of Keepers
-    writer: Any = VirtualWriter()  # and of Writer
+    keepers = VirtualKeepers(config.snapshot, machines, hosts)
+    writer = VirtualWriter(config, events)
     disk = VirtualDisk(Path(config.run_dir), writer)
     state = VirtualState(
         config,
