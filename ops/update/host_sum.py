@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ops.comm.collectives import Group
 from ops.cores import computing_with, host_threads
-from ops.memory.node_memory import RangeLock
 from ops.shards import Bounds, Slot
-from ops.update.node_sum import SharedSum, fellows_of, share
+from ops.update.node_sum import SharedSum, fellows_of
 from ops.update_room import AHEAD_BYTES
 
 _LOOK_S = 0.05  # between looks whether the generation still lives
@@ -63,6 +62,7 @@ class HostSum(SharedSum):
         """The sum of a flat vector [total] of gradients. Copies that are not added yet take up to `ahead_bytes` before
         a further one. `host_cores`: as `host_threads` in ops.cores."""
         super().__init__(total, dtype)
+        self._device = copies.device
         self._copies, self._ahead_bytes, self._host_cores = copies, ahead_bytes, host_cores
         self._own = torch.empty(0, dtype=dtype)  # pinned
         self._given: queue.SimpleQueue[tuple[Slot, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -73,11 +73,7 @@ class HostSum(SharedSum):
 
     def form(self, group: Group, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
         """As `NodeSum.form`."""
-        self._group = group
-        memory = share(group, "gradients", self._total * self._dtype.itemsize, self._copies.device)
-        self._lock = RangeLock(memory)
-        self.memory = torch.frombuffer(memory.buffer, dtype=self._dtype)
-        memory.close()
+        super().form(group, bounds, sends)
         self._own = self.memory[slice(*bounds[group.rank])]
         if self._own.numel():
             self._copies.pin(self._own)

@@ -87,6 +87,7 @@ class SharedSum:
     waits in a queue, and is tried again when the next one is added."""
 
     name = "memory that the workers of a node share"
+    _device: torch.device | None = None  # of the group's collectives; None: the host
 
     def __init__(self, total: int, dtype: torch.dtype, *, waiting_bytes: int = _WAITING_BYTES) -> None:
         """The sum of a flat vector [total] of gradients. With more than `waiting_bytes` of them in the queue `add`
@@ -100,7 +101,7 @@ class SharedSum:
     def form(self, group: Group, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
         """As `NodeSum.form`."""
         self._group = group
-        memory = share(group, "gradients", self._total * self._dtype.itemsize)
+        memory = share(group, "gradients", self._total * self._dtype.itemsize, self._device)
         self._lock = RangeLock(memory)
         self.memory = torch.frombuffer(memory.buffer, dtype=self._dtype)
         memory.close()
@@ -190,7 +191,7 @@ def share(group: Group, name: str, num_bytes: int, device: torch.device | None =
             raise MemoryError(f"another node has no room for {num_bytes / 2**20:,.0f} MiB of shared memory ({name}).")
         if memory is None:
             memory = borrow(numbers[fellows[0]])
-        meet(group, device or torch.device("cpu"))
+        meet(group, device)
     finally:
         if lender is not None:
             lender.close()
@@ -205,17 +206,15 @@ def fellows_of(group: Group) -> list[int]:
 def exchange(group: Group, number: int, device: torch.device | None = None) -> list[int]:
     """The numbers that all ranks have passed, by rank. Collective; they go through memory of `device` where the group's
     collectives need it."""
-    numbers = torch.zeros(group.size, dtype=torch.int64)
+    numbers = torch.zeros(group.size, dtype=torch.int64, device=device if group.on_device else None)
     numbers[group.rank] = number
-    if group.on_device and device is not None:
-        numbers = numbers.to(device)
     group.all_reduce(numbers)
     found = [int(one) for one in numbers.tolist()]
     group.check("meeting")  # on NCCL an aborted collective returns without an error
     return found
 
 
-def meet(group: Group, device: torch.device) -> None:
+def meet(group: Group, device: torch.device | None = None) -> None:
     """A barrier of hosts: returns when every rank has called it. On NCCL a usual barrier only orders streams."""
     if group.size > 1:
         exchange(group, 0, device)
