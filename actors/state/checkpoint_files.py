@@ -91,9 +91,17 @@ class FirstStateLost(CheckpointError):
 # Writing ------------------------------------------------------------------------------------------------------------
 
 
+def root_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
 def step_folder(root: Path, step: int) -> Path:
     """Where the checkpoint taken after step `step` lies."""
     return root / f"step-{step}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def begin(folder: Path, anew: bool = False) -> bool:
@@ -266,6 +274,24 @@ def complete(root: Path) -> list[Path]:
     return found
 
 
+def newest_step(run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint, whose bytes are not read, and which may be of a later version; -1
+    without one, None where storage does not say."""
+    try:
+        newest = next(filter(_is_there, reversed(step_folders(root_of(run_dir)))), None)
+    except OSError as error:
+        log.warning("which checkpoints are on disk is not known: %s", error)
+        return None
+    return step_of(newest) if newest is not None else -1
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return is_complete(folder)
+    except LaterFormat:
+        return True
+
+
 def load(folder: Path) -> tuple[Meta, list[ShardState]]:
     """Meta and shards of a checkpoint. The arrays are memory-mapped and read-only: bytes are read when touched."""
     if not is_complete(folder):
@@ -369,13 +395,13 @@ def prune(
         keep = [*newest, *_milestones(marked, keep_every, look.is_whole)]
     if not newest:
         return []
-    kept = look.withheld.union(keep) | {folder for folder in there if _step_of(folder) in writing}
-    old = [folder for folder in _until(there, _step_of(newest[0])) if folder not in kept]
+    kept = look.withheld.union(keep) | {folder for folder in there if step_of(folder) in writing}
+    old = [folder for folder in _until(there, step_of(newest[0])) if folder not in kept]
     return [folder for folder in old if not _is_later(folder) and _try_to_remove(folder)]
 
 
 def _until(folders: Sequence[Path], step: int | None) -> list[Path]:
-    return [folder for folder in folders if step is None or _step_of(folder) <= step]
+    return [folder for folder in folders if step is None or step_of(folder) <= step]
 
 
 class _Asking:
@@ -435,7 +461,7 @@ def _milestones(folders: Sequence[Path], every: int, is_whole: Callable[[Path], 
     there is one alone, it is not asked."""
     standing: dict[int, list[Path]] = {}
     for folder in folders if every else ():
-        standing.setdefault((_step_of(folder) + 1) // every, []).append(folder)
+        standing.setdefault((step_of(folder) + 1) // every, []).append(folder)
     standing.pop(0, None)
     found = (next(filter(is_whole, some), None) if len(some) > 1 else some[0] for some in standing.values())
     return {folder for folder in found if folder is not None}
@@ -468,10 +494,6 @@ def _shard_name(lo: int, hi: int) -> str:
 
 def _shard_names(folder: Path) -> list[str]:
     return sorted(name for name in names_in(folder) if fnmatchcase(name, "shard-*.safetensors"))
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

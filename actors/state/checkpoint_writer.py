@@ -35,32 +35,6 @@ _SLOW_BYTES = 50e6  # a second, of storage that is slow and does not hang
 _LOOK_S = 1.0
 
 
-def root_of(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
-
-
-def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint, whose bytes are not read, and which may be of a later version; -1
-    without one, None where storage does not say."""
-    try:
-        newest = next(filter(_is_there, reversed(checkpoint.step_folders(root_of(run_dir)))), None)
-    except OSError as error:
-        log.warning("which checkpoints are on disk is not known: %s", error)
-        return None
-    return step_of(newest) if newest is not None else -1
-
-
-def _is_there(folder: Path) -> bool:
-    try:
-        return checkpoint.is_complete(folder)
-    except checkpoint.LaterFormat:
-        return True
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFiles:
     """Shards of a step in its folder, which is no checkpoint yet."""
@@ -98,7 +72,7 @@ class Writer:
     ) -> None:
         """`unmoved`: steps of which an old one may lie there that is not the run's own; see `CheckpointsOnDisk`. One of
         which a checkpoint has become whole is taken out. One that could not be written is given to `disown`."""
-        self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
+        self._root, self._config, self._last, self._events = checkpoint.root_of(run_dir), config, last_step, events
         self._weight_bytes = weight_bytes
         self._unmoved, self._disown = unmoved, disown
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}

@@ -20,10 +20,11 @@ from actors.state.checkpoint_files import (
     is_complete,
     load,
     put_aside,
+    root_of,
     step_folder,
     step_folders,
+    step_of,
 )
-from actors.state.checkpoint_writer import root_of, step_of
 from ops.passing import UNREACHABLE
 
 log = logging.getLogger(__name__)

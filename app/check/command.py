@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from actors.outcome import Exit
-from actors.state.checkpoint_writer import newest_step
+from actors.state.checkpoint_files import newest_step
 from app.check.facts import MARKED, GpuFacts, RunPaths
 from app.check.findings import ClusterFacts, Finding, findings
 from app.check.looks import look_at

@@ -28,8 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.ray_calls import cancel, get, node_id, remote_of, wait
 from actors.records.events import LoraFilesFailed, LoraFilesMade, RunEvent
 from actors.refs import Ref
-from actors.state.checkpoint_files import LaterFormat, is_complete, step_folder, step_folders
-from actors.state.checkpoint_writer import root_of, step_of
+from actors.state.checkpoint_files import LaterFormat, is_complete, root_of, step_folder, step_folders, step_of
 from app.sampling.rounds import held_checkpoint
 from app.settings.config import RunConfig
 from app.settings.errors import is_ours, one_line

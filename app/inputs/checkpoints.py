@@ -19,11 +19,13 @@ from actors.state.checkpoint_files import (
     is_complete,
     latest,
     meta_of,
+    newest_step,
+    root_of,
     step_folder,
     step_folders,
+    step_of,
     trained_parameters,
 )
-from actors.state.checkpoint_writer import newest_step, root_of, step_of
 from app.records.metrics import newest_line
 from app.records.most_steps import note_steps, noted_steps
 from app.settings.config import RunConfig, names

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from pathlib import Path
 
-from actors.state.checkpoint_files import CheckpointError, damage, load, trained_parameters
-from actors.state.checkpoint_writer import newest_step
+from actors.state.checkpoint_files import CheckpointError, damage, load, newest_step, trained_parameters
 from app.inputs.checkpoints import checkpoint_folder, first_apart, run_config, steps_of
 from app.settings.config import RunConfig
 from app.settings.resume import kind_of

@@ -19,8 +19,7 @@ from actors.config import TrainConfig
 from actors.plan.devices import ProductPrecision
 from actors.records.events import StepsLost, StepsRecovered
 from actors.records.metrics_line import StepMetrics
-from actors.state.checkpoint_files import CheckpointError, latest, load
-from actors.state.checkpoint_writer import root_of
+from actors.state.checkpoint_files import CheckpointError, latest, load, root_of
 from app.records.rundir import RunDir
 from ops.config import OptimizerConfig
 from ops.counted import counted

@@ -20,7 +20,7 @@ from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
-from actors.state.checkpoint_writer import newest_step
+from actors.state.checkpoint_files import newest_step
 from app.export.live import LiveLora
 from app.records.metrics import newest_line
 from app.records.rundir import METRICS

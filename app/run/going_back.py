@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from actors.state.checkpoint_writer import root_of, step_of
+from actors.state.checkpoint_files import root_of, step_of
 from app.inputs.checkpoints import later_folder, steps_of
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.settings.run_folder import LORA

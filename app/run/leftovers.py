@@ -26,7 +26,7 @@ def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE
 
     from actors.names import NAMESPACE, RUN_ID, run_id
     from actors.ray_calls import get
-    from actors.state.checkpoint_writer import newest_step
+    from actors.state.checkpoint_files import newest_step
     from actors.state.keeper_fleet import OtherKeepers, is_of_this_version, keepers_of_run
 
     folder = run_dir(config)

@@ -151,8 +151,7 @@ class LiveSamples:
 
     def _round_of(self, step: int) -> CheckpointRound[LiveClip, np.ndarray]:
         """Raises ConfigError and OSError for pictures that cannot be read."""
-        from actors.state.checkpoint_files import step_folder
-        from actors.state.checkpoint_writer import root_of
+        from actors.state.checkpoint_files import root_of, step_folder
         from app.sampling.live_clip import LiveClip
 
         first, folder, self._num_rounds = self._first, "", self._num_rounds + 1

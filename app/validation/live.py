@@ -170,8 +170,7 @@ class LiveHeldOut:
         return CheckpointRound(step=step, held_at=held_at, works={work.name: work for work in works})
 
     def _checkpoint(self, step: int) -> Path:
-        from actors.state.checkpoint_files import step_folder
-        from actors.state.checkpoint_writer import root_of
+        from actors.state.checkpoint_files import root_of, step_folder
 
         return step_folder(root_of(self._run_dir), step)
 

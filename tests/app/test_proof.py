@@ -21,8 +21,7 @@ import torch
 from actors.config import TrainConfig
 from actors.outcome import Exit
 from actors.state import checkpoint_files
-from actors.state.checkpoint_files import CheckpointError
-from actors.state.checkpoint_writer import root_of
+from actors.state.checkpoint_files import CheckpointError, root_of
 from app.proof import command, disturbance
 from app.proof.command import prove, settings_of
 from app.proof.disturbance import Act, Disturber, acts

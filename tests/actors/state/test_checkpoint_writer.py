@@ -76,7 +76,7 @@ ALL = Holding(*shard_bounds(TOTAL, 2)).handle
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    return checkpoint.step_folder(checkpoints.root_of(run_dir), step)
+    return checkpoint.step_folder(checkpoint.root_of(run_dir), step)
 
 
 def write(run_dir: Path, step: int, *keepers: Any, **meta: Any) -> Path:
@@ -113,7 +113,7 @@ def test_a_failed_write_leaves_nothing_on_the_disk_that_was_full(
     for step in (19, 29, 39):
         with pytest.raises(OSError, match="No space left"):
             write(tmp_path, step)
-    assert [folder.name for folder in checkpoints.root_of(tmp_path).iterdir()] == [whole.name]
+    assert [folder.name for folder in checkpoint.root_of(tmp_path).iterdir()] == [whole.name]
 
 
 def test_each_keeper_writes_what_lies_on_its_node_and_what_two_have_is_written_once(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_shares_are_what_is_held_each_element_once_by_somebody_who_has_it(held: 
 def test_a_state_that_keepers_do_not_hold_to_the_end_is_no_checkpoint(tmp_path: Path, keeper: Any, why: str) -> None:
     with pytest.raises(checkpoints.StateLost, match=why):
         write(tmp_path, 7, Holding((0, 320)).handle, keeper)
-    assert list(checkpoints.root_of(tmp_path).iterdir()) == []
+    assert list(checkpoint.root_of(tmp_path).iterdir()) == []
 
 
 def test_a_full_disk_of_a_keeper_is_told_in_its_words(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_what_others_still_write_when_one_has_failed_is_removed_with_the_rest(tm
             Handle(held=slow.held, write=lambda *asked: lambda: slow.write(*asked)),
         )
     assert slow.wrote == [(320, TOTAL)], "it has ended by now"
-    assert list(checkpoints.root_of(tmp_path).iterdir()) == []
+    assert list(checkpoint.root_of(tmp_path).iterdir()) == []
 
 
 class Tasks:
@@ -346,7 +346,7 @@ def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps_in_the_place
     tasks, asked, is_complete = Tasks(monkeypatch), list[int](), checkpoint.is_complete
 
     def counted(folder: Path) -> bool:
-        asked.append(checkpoints.step_of(folder))
+        asked.append(checkpoint.step_of(folder))
         return is_complete(folder)
 
     writer = writer_of(tmp_path, CheckpointConfig(every=10, keep_last=keep_last))
@@ -369,17 +369,17 @@ def test_a_run_looks_once_at_the_files_of_checkpoints_that_it_keeps_in_the_place
 def test_the_newest_checkpoint_of_a_folder_is_known_by_its_files_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert checkpoints.newest_step(tmp_path) == -1
+    assert checkpoint.newest_step(tmp_path) == -1
     for step in (9, 19):
         write(tmp_path, step)
     checkpoint.begin(folder_of(tmp_path, 29))
-    assert checkpoints.newest_step(tmp_path) == 19
+    assert checkpoint.newest_step(tmp_path) == 19
 
     def silent(folder: Path) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle", str(folder))
 
     monkeypatch.setattr(checkpoint, "is_complete", silent)
-    assert checkpoints.newest_step(tmp_path) is None
+    assert checkpoint.newest_step(tmp_path) is None
 
 
 def test_storage_that_hangs_keeps_back_one_checkpoint_and_not_all_that_come_after_it(
@@ -413,7 +413,7 @@ def test_what_an_attempt_has_left_that_was_given_up_goes_when_storage_answers_ag
     tasks, now = Tasks(monkeypatch), time.monotonic()
     monkeypatch.setattr(ray, "cancel", lambda reference, force: None)
     writer = writer_of(tmp_path)
-    folders = {step: checkpoint.step_folder(checkpoints.root_of(tmp_path), step) for step in (9, 19, 29)}
+    folders = {step: checkpoint.step_folder(checkpoint.root_of(tmp_path), step) for step in (9, 19, 29)}
     for step, later in ((9, 3700), (19, 7400)):
         save(writer, step)
         checkpoint.begin(folders[step])
@@ -521,7 +521,7 @@ def test_a_checkpoint_whose_writer_went_with_its_node_leaves_nothing_and_is_take
     tasks, listener = Tasks(monkeypatch), Listening()
     writer = writer_of(tmp_path, events=Events(listener))
     save(writer, 9)
-    checkpoint.begin(folder := checkpoint.step_folder(checkpoints.root_of(tmp_path), 9))
+    checkpoint.begin(folder := checkpoint.step_folder(checkpoint.root_of(tmp_path), 9))
     tasks.done.add(0)
     tasks.results[0] = ray.exceptions.WorkerCrashedError()
     writer.poll()
@@ -535,23 +535,23 @@ def test_the_last_state_is_a_checkpoint_once_its_steps_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = write(tmp_path, 3)
-    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
+    folder = checkpoint.step_folder(checkpoint.root_of(tmp_path), 9)
     unsealed = checkpoints._write(str(folder), {"step": 9, **META}, 1, [ALL], seal=False)
     tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
     tasks.done.add(0)
     tasks.results[0] = unsealed
     assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
-    assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [older]
+    assert checkpoint.complete(checkpoint.root_of(tmp_path)) == [older]
     save(writer, 9)
     assert len(tasks.begun) == 1, "counting the step does not write it again"
     writer.seal_last()
-    assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [older, folder] and not checkpoint.damage(folder)
+    assert checkpoint.complete(checkpoint.root_of(tmp_path)) == [older, folder] and not checkpoint.damage(folder)
 
 
 def test_a_last_state_that_cannot_be_sealed_leaves_nothing_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
+    folder = checkpoint.step_folder(checkpoint.root_of(tmp_path), 9)
     unsealed = checkpoints._write(str(folder), {"step": 9, **META}, 1, [ALL], seal=False)
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.done.add(0)
@@ -586,7 +586,7 @@ def test_lines_of_steps_are_on_disk_before_a_checkpoint_can_be_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that goes on from it after a power cut would have a gap in metrics.jsonl."""
-    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 12)
+    folder = checkpoint.step_folder(checkpoint.root_of(tmp_path), 12)
     unsealed = checkpoints._write(str(folder), {"step": 12, **META}, 1, [ALL], seal=False)
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.on_begin = lambda: begun_after.append(len(listener.synced))
@@ -678,7 +678,7 @@ def test_an_attempt_that_was_given_up_takes_the_last_state_of_the_same_step_not_
     tasks.done.add(1)
     assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
     writer.seal_last()
-    assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [folder] and not checkpoint.damage(folder)
+    assert checkpoint.complete(checkpoint.root_of(tmp_path)) == [folder] and not checkpoint.damage(folder)
 
 
 def test_workers_without_a_part_of_the_state_are_no_reason_not_to_write_it(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from actors.outcome import Events, StopRun
 from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
 from actors.run.committer import Committer
 from actors.state import checkpoint_files as checkpoint
-from actors.state.checkpoint_writer import root_of
+from actors.state.checkpoint_files import root_of
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base, Keepers, keeper_nodes, keeper_on
 from actors.state.recovery import CommitLog

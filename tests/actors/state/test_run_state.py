@@ -23,7 +23,7 @@ from actors.messages import Handover, WorkerInfo
 from actors.outcome import StopRun
 from actors.records.events import CheckpointDamaged, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
-from actors.state.checkpoint_writer import root_of
+from actors.state.checkpoint_files import root_of
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog, KeeperInventory
