@@ -24,6 +24,7 @@ from actors.records.events import CheckpointFailed
 from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_files import Meta
+from actors.state.checkpoint_retention import prune, remove_torn
 from actors.state.keeper import VersionLost
 from ops.shards import missing
 
@@ -78,7 +79,7 @@ class Writer:
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
         self._newest_whole = -1  # of those that this writer has made, and that the run has not gone back from
-        self._known: dict[Path, int] = {}  # seen whole, by anybody: see `checkpoint.prune`
+        self._known: dict[Path, int] = {}  # seen whole, by anybody: see `prune`
         self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
         self._longest_s = 0.0  # that one took which is whole
         self._hurries = False  # somebody waits for the end of the run
@@ -154,7 +155,7 @@ class Writer:
             checkpoint.seal(folder, written.meta, written.bounds, written.files)
         except (OSError, checkpoint.CheckpointError) as error:
             self._give_up(step, str(error))
-            checkpoint.remove_torn(folder)
+            remove_torn(folder)
         else:
             self._is_whole(step, folder)
 
@@ -221,7 +222,7 @@ class Writer:
             except ray.exceptions.RayError as error:  # its process or node is gone: it could not clean up
                 self._owed = True
                 self._give_up(step, str(error))
-                checkpoint.remove_torn(folder)
+                remove_torn(folder)
                 continue
             self._longest_s = max(self._longest_s, time.monotonic() - ended.began)
             if unsealed is not None:
@@ -235,14 +236,14 @@ class Writer:
         writing = {one.folder for one in self._writing.values()}
         last = {checkpoint.step_folder(self._root, self._last_state.meta["step"])} if self._last_state else set()
         for folder in set(self._torn) - writing - last:
-            checkpoint.remove_torn(folder)
+            remove_torn(folder)
         self._torn = []
 
     def _is_whole(self, step: int, folder: Path) -> None:
         self._newest_whole = max(self._newest_whole, step)  # an earlier one may be whole later
         self._unmoved.discard(step)
         last, every, until = self._config.keep_last, self._config.keep_every, self._newest_whole
-        old = checkpoint.prune(self._root, last, every, until=until, writing=self.steps, known=self._known)
+        old = prune(self._root, last, every, until=until, writing=self.steps, known=self._known)
         for removed in old:
             log.info("removed %s", removed.name)
         self._events.checkpoint(folder, step)
@@ -284,7 +285,7 @@ def _write(
         checkpoint.seal(target, meta, done.bounds, done.files)
         return None
     except BaseException:
-        checkpoint.remove_torn(target)
+        remove_torn(target)
         raise
 
 

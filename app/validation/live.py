@@ -123,7 +123,7 @@ class LiveHeldOut:
     def on_checkpoint(self, step: int, before: int | None = None) -> RunEvent | None:
         """Called after the checkpoint of `step` is complete. Returns an event where there will be no loss, of this or
         of an earlier one. `before`: see `CheckpointAsides`."""
-        from actors.state.checkpoint_files import stands_for_multiple
+        from actors.state.checkpoint_retention import stands_for_multiple
 
         if not self._every or not stands_for_multiple(step, self._every, before):
             return None

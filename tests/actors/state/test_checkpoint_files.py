@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from actors.state import checkpoint_files
 from actors.state.checkpoint_files import (
     COMPLETE,
     GONE,
@@ -39,13 +38,11 @@ from actors.state.checkpoint_files import (
     load,
     model_state,
     parameters_meta,
-    prune,
-    remove_torn,
     seal,
-    stands_for_multiple,
     step_folder,
     write_shard,
 )
+from actors.state.checkpoint_retention import _milestones, prune, remove_torn, stands_for_multiple
 from ops.shards import ARRAYS, Distance, ShardState, Slot, cut, shard_bounds
 
 TOTAL = 1003
@@ -418,7 +415,7 @@ def test_each_multiple_has_one_checkpoint_that_stands_for_it_and_is_kept(steps: 
     standing = [step for before, step in pairwise([-1, *steps]) if stands_for_multiple(step, every, before)]
     first = {next((step for step in steps if step >= multiple - 1), None) for multiple in range(every, 402, every)}
     assert standing == sorted(first - {None})
-    assert {Path(f"step-{step}") for step in standing} == checkpoint_files._milestones(
+    assert {Path(f"step-{step}") for step in standing} == _milestones(
         [Path(f"step-{step}") for step in steps], every, lambda folder: True
     )
 
