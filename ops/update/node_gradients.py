@@ -20,7 +20,7 @@ from ops.comm.collectives import Group
 from ops.counted import counted
 from ops.shards import Bounds, Slot
 from ops.typed import ConfigError
-from ops.update.node_routes import exchange_windows, routes
+from ops.update.node_routes import exchange_windows, routes, splits
 from ops.update.node_sum import NodeSum, Unreachable, meet
 
 log = logging.getLogger(__name__)
@@ -133,20 +133,14 @@ class NodeGradients:
 
     def _exchange(self, pieces: Bounds) -> None:
         """Send this node's sum of other nodes' pieces, and add theirs of this rank's, in the order of their ranks."""
-        rank, size = self._group.rank, self._group.size
-        lengths = [hi - lo for lo, hi in pieces]
+        rank = self._group.rank
+        come, go = splits(self._sends, rank, pieces)
         mine = self._sum.part(*pieces[rank])
         parts = [self._sum.part(*pieces[target]) for target in self._sends[rank]]
         sent = (torch.cat(parts) if parts else mine[:0]).to(self._device)
-        senders = [other for other in range(size) if rank in self._sends[other]]
-        received = sent.new_empty(len(senders) * lengths[rank])
-        self._group.all_to_all(
-            received,
-            sent,
-            [lengths[rank] if other in senders else 0 for other in range(size)],
-            [lengths[other] if other in self._sends[rank] else 0 for other in range(size)],
-        )
-        for part in received.view(len(senders), lengths[rank]):
+        received = sent.new_empty(sum(come))
+        self._group.all_to_all(received, sent, come, go)
+        for part in received.split([n for n in come if n]):
             mine.add_(part.to(mine.device))
         for part in parts:  # sent: every worker waits for the all-reduce of norm and loss before the next addition
             part.zero_()

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from ops.comm.collectives import Group
 from ops.counted import counted
 from ops.shards import Bounds, Slot
-from ops.update.node_routes import exchange_windows, routes
+from ops.update.node_routes import exchange_windows, routes, splits
 from ops.update.node_sum import fellows_of, meet, share
 from ops.update.parameters import BlockModule, Received, blocks_in
 
@@ -207,14 +207,10 @@ class NodeParameters:
     def _exchange(self, pieces: Bounds) -> None:
         """Send this rank's piece to a worker of each other node, and write those that come: the way of a node's
         gradients (`routes`), back."""
-        rank, size = self._group.rank, self._group.size
-        lengths = [hi - lo for lo, hi in pieces]
-        readers = [other for other in range(size) if rank in self._sends[other]]
-        mine = self._flat[slice(*pieces[rank])].to(self._device)
-        come = [lengths[other] if other in self._sends[rank] else 0 for other in range(size)]
-        go = [lengths[rank] if other in readers else 0 for other in range(size)]
+        go, come = splits(self._sends, self._group.rank, pieces)
+        mine = self._flat[slice(*pieces[self._group.rank])].to(self._device)
         received = mine.new_empty(sum(come))
-        self._group.all_to_all(received, mine.repeat(len(readers)), come, go)
+        self._group.all_to_all(received, mine.repeat(sum(n > 0 for n in go)), come, go)
         for part, (lo, hi) in zip(received.split([n for n in come if n]), [p for p, n in zip(pieces, come) if n]):
             self._flat[lo:hi].copy_(part)
 

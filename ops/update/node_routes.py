@@ -55,6 +55,18 @@ def peers(nodes: Sequence[int]) -> list[int]:
     return [len(found) for found in met]
 
 
+def splits(sends: Sequence[tuple[int, ...]], rank: int, pieces: Bounds) -> tuple[list[int], list[int]]:
+    """How many elements come from every rank, and go to it, where each rank gets other nodes' parts of its piece by
+    these `routes`. The pieces themselves take the way back.
+
+    >>> splits([(2,), (3,), (0,), (1,)], 0, [(0, 5), (5, 9), (9, 12), (12, 14)])
+    ([0, 0, 5, 0], [0, 0, 3, 0])
+    """
+    lengths = [hi - lo for lo, hi in pieces]
+    come = [lengths[rank] if rank in targets else 0 for targets in sends]
+    return come, [length if other in sends[rank] else 0 for other, length in enumerate(lengths)]
+
+
 def exchange_windows(bounds: Bounds, device: torch.device) -> Iterator[Bounds]:
     """The ranges of all ranks in pieces that are exchanged one after the other: of each range the next elements, none
     where it has ended."""
