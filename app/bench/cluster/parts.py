@@ -217,7 +217,9 @@ class VirtualWriter(Writer):
     """The real one, of a run that writes no checkpoint but its last state, which is on disk at once."""
 
     def __init__(self, config: RuntimeConfig, events: Events) -> None:
-        super().__init__(Path(config.run_dir), config.checkpoint, -1, events, weight_bytes=0)
+        super().__init__(
+            Path(config.run_dir), config.checkpoint, -1, events, weight_bytes=0, unmoved=set(), disown=lambda step: None
+        )
         self.step = -1
 
     def save_origin(self, origin: Origin, meta: Meta) -> bool:
