@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from actors.plan.types import ENCODED, Module
 from app.data_tools.printing import print_ledger
-from app.data_tools.sources import ProgressBar
 from app.inputs.checkpoints import data_before, most_steps, steps_begun
 from app.inputs.profiles import gpu_of
 from app.inputs.synthetic import make_missing
 from app.kept.wanted import NO_SOURCE, CacheLook, WantedEntry, look
+from app.records.progress import ProgressBar
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.out_files import begin_list
 from data.cache import EntryKind

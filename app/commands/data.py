@@ -121,7 +121,8 @@ def lint(
     names them. Where --out is no file, such as /dev/null, nothing is written beside it.
     """
     from app.data_tools.printing import print_defaults, print_ledger, print_repeated, print_unread
-    from app.data_tools.sources import ProgressBar, count_cut_captions, curriculum_of, open_indexes
+    from app.data_tools.sources import count_cut_captions, curriculum_of, open_indexes
+    from app.records.progress import ProgressBar
     from app.settings.out_files import begin_list, is_no_file
     from app.settings.standard_out import talk_beside
     from data.dataset.dropped import dropped_samples, write_dropped
@@ -220,7 +221,8 @@ def convert(
 ) -> None:
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
     from app.data_tools.printing import print_ledger
-    from app.data_tools.sources import ProgressBar, check_folder_here, open_indexes, sources_of
+    from app.data_tools.sources import check_folder_here, open_indexes, sources_of
+    from app.records.progress import ProgressBar
     from app.run.signals import unwinds_on_signal
     from data.ledger import Ledger
     from data.tools.convert import check_out

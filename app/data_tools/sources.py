@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +71,7 @@ def open_indexes(
 ) -> list[Index]:
     """The index of each source, read from `cache` or made by `workers` processes. Raises DataError for an empty source
     unless `allow_empty`."""
+    from app.records.progress import ProgressBar
     from data.dataset.index_build import build_index
 
     check_folder_here(cache, "--cache")
@@ -124,30 +123,3 @@ def count_cut_captions(
     text = from_here(RunConfig.load(config, overrides or [])).model.text
     long, captions = count_long_captions(indexes, admitted, token_counter(text), text.max_length)
     return CutCaptions(count=long, captions=captions, most_tokens=text.max_length)
-
-
-class ProgressBar:
-    """A Rich bar where stderr is a terminal, nothing elsewhere: FORCE_COLOR has Rich take a file for one. What is
-    printed meanwhile stays on stdout, above the bar where that is a terminal as well. Gives a function (done, total).
-    """
-
-    def __init__(self, what: str, quiet: bool = False) -> None:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            console=console,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-            disable=quiet or not (sys.stderr.isatty() and console.is_interactive),
-        )
-        self._task = self._bar.add_task(escape(what), total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._bar.start()
-        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()

@@ -1,10 +1,12 @@
-"""A run's progress for the person watching: one line that moves on a terminal, plain lines elsewhere."""
+"""Progress for the person watching, of a run or another command: what moves on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import IO, cast
 
 from actors.records.metrics_line import StepMetrics
@@ -12,6 +14,7 @@ from app.settings.terminal import leave_unsaid, say
 from ops.counted import counted
 
 _BAR_FITS = 130  # columns of a terminal that has room for the bar beside all figures
+_LINE_S = 30.0  # between two lines where no bar moves
 _SPEED_S = 3600.0  # the time left follows from the steps of so long: those of large models take minutes
 
 
@@ -121,6 +124,47 @@ class _RichBar:
         self._bar.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
+        self._bar.stop()
+
+
+class ProgressBar:
+    """A Rich bar where stderr is a terminal: FORCE_COLOR has Rich take a file for one. Elsewhere `tell` gets a line now
+    and then, if there is one. What is printed meanwhile stays on stdout, above the bar where that is a terminal as
+    well. Gives a function (done, total).
+    """
+
+    def __init__(self, what: str, quiet: bool = False, tell: Callable[[str], None] | None = None) -> None:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import MofNCompleteColumn, Progress
+
+        moves = _moves(sys.stderr) and not quiet
+        self._what, self._tell = what, None if moves else tell
+        self._began = self._told = time.monotonic()
+        self._bar = Progress(
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            console=Console(file=cast(IO[str], _Unfailing(sys.stderr))),
+            transient=True,
+            speed_estimate_period=_SPEED_S,
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not moves,
+        )
+        self._task = self._bar.add_task(escape(what), total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.start()
+        return self._show
+
+    def _show(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        now = time.monotonic()
+        if self._tell is not None and now - self._told >= _LINE_S:
+            self._told = now
+            left = timedelta(seconds=round((now - self._began) / done * (total - done)))
+            self._tell(f"{self._what}: {done}/{total}, {left} left")
+
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 

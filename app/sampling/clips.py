@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from app.drawing.video import SHEET_CLIPS, contact_sheet, sheet_frames, write_mp4
+from app.records.progress import ProgressBar
 from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.pictures import Wanted, for_each, read_picture
 from app.sampling.prompts import EncodedPrompts
@@ -328,12 +329,12 @@ def clips_of(
     prompts: Sequence[str],
     settings: ClipSettings,
     first: Sequence[np.ndarray | None] = (),
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(number of a prompt, its clip, uint8 [T, H, W, 3]) as they are made, from the `first_frames` where the
     transformer takes them; what a prompt's line says instead of `settings` counts for its clip. Prompts are encoded
     once, before the transformer is there. `tell` gets a line where others are left of those that are made together,
-    which are files by then."""
+    which are files by then, and lines of their steps where no bar shows them; without it nothing is shown."""
     groups = groups_of(prompts, settings, first)
     told = saved.encode_each([(group.texts, group.settings.negative_prompt, group.first) for group in groups])
     model = saved.load()
@@ -343,11 +344,25 @@ def clips_of(
         for start in range(0, len(group.numbers), size):
             batch = slice(start, start + size)
             encoded = replace(rows, prompts=rows.prompts[batch])
-            made = make_clips(model, encoded, group.settings, group.first[batch], seeds=group.seeds[batch])
+            made = _shown_clips(model, encoded, group.settings, group.first[batch], group.seeds[batch], tell)
             yield from zip(group.numbers[batch], made, strict=True)
             count += len(made)
-            if count < len(prompts):
+            if tell is not None and count < len(prompts):
                 tell(clips_left(count, len(prompts), (time.monotonic() - begin) / count))
+
+
+def _shown_clips(
+    model: Model,
+    told: EncodedPrompts,
+    settings: ClipSettings,
+    first: Sequence[np.ndarray],
+    seeds: Sequence[int],
+    tell: Callable[[str], None] | None,
+) -> list[np.ndarray]:
+    """Clips of one batch, and meanwhile how many of their steps are done: of a large model they take minutes."""
+    steps = settings.forwards(model.geometry)
+    with ProgressBar(f"steps of {counted(len(seeds), 'clip')}", quiet=tell is None, tell=tell) as bar:
+        return make_clips(model, told, settings, first, progress=lambda done: bar(done, steps), seeds=seeds)
 
 
 def clips_left(done: int, count: int, seconds_each: float) -> str:

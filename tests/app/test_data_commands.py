@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from app.commands.data import app
 from app.data_tools.printing import print_statistics
-from app.data_tools.sources import ProgressBar
+from app.records.progress import ProgressBar
 from app.settings.out_files import begin_list
 from data.config import SourceConfig
 from data.dataset.index_build import build_index

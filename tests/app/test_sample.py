@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from actors.state import checkpoint_files as checkpoint
 from app.cli import app
 from app.drawing.text import font_of, lines_of
 from app.drawing.video import SHEET_CLIPS, contact_sheet, read_mp4, sheet_frames, write_mp4
+from app.records import progress
 from app.sampling import clips, sample
 from app.sampling import model as sampled
 from app.sampling.clips import (
@@ -164,6 +166,28 @@ def test_a_clip_is_a_file_and_is_told_before_the_next_one_is_made(
     assert begun == "making    4 clips of 5x16x24, 9x16x24"
     left = [re.fullmatch(r"(\d)/4 clips, 0:\d\d:\d\d left", line) for line in lines]
     assert [found and found[1] for found in left] == ["1", "2", "3"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["log", "terminal"])
+def test_steps_of_the_only_clip_are_shown(moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 14B takes minutes for them."""
+    write_checkpoint(tmp_path, tiny_run())
+    out, err = io.StringIO(), Terminal() if moves else io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    seconds = count(0, 12)  # of which each step takes one
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    run(tmp_path, ["a"], tmp_path / "x.mp4", changes=ClipChanges(steps=6), device="cpu")
+    begun, *lines, clip, sheet = out.getvalue().splitlines()
+    assert begun == "making    1 clip of 5x16x24" and (clip, sheet) == (f"{tmp_path}/x.mp4", f"{tmp_path}/x.png")
+    assert lines == ([] if moves else ["steps of 1 clip: 3/6, 0:00:36 left", "steps of 1 clip: 6/6, 0:00:00 left"])
+    assert ("6/6" in err.getvalue()) == moves
 
 
 def test_clips_are_of_the_checkpoint_that_names_them_while_a_run_writes_others(
