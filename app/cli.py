@@ -7,8 +7,10 @@ An error of our own is one sentence on stderr; `--debug` anywhere on the line sh
 from __future__ import annotations
 
 import inspect
+import io
+import re
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -28,8 +30,11 @@ from app.commands.settings import settings
 from app.commands.train import train
 from app.commands.validate import validate
 from app.commands.workers import app as workers_app
-from app.settings.terminal import answer, debug_wanted, set_up_logging
+from app.settings.terminal import answer, debug_wanted, say, set_up_logging
 from app.settings.written_by import VERSION
+
+# Click's, or that of a Typer with a copy of it
+_USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 app = typer.Typer(
     name="heddle",
@@ -98,9 +103,21 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1 or debug_wanted()
     set_up_logging(debug)
     try:
-        app(args=arguments, prog_name="heddle")
+        code = app(args=arguments, prog_name="heddle", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:  # the last line of defence
-        sys.exit(answer(error, debug))
+        code = _answer_usage(error) or answer(error, debug)
+    sys.exit(code)
+
+
+def _answer_usage(error: BaseException) -> int | None:
+    """Say what is wrong with the words of a command as other errors are said, not with Typer's "Error:". Returns the
+    exit code; None where it is something else."""
+    if not isinstance(error, _USAGE_ERROR):
+        return None
+    told = io.StringIO()
+    error.show(told)
+    say(re.sub(r"^Error: ", "error: ", told.getvalue().rstrip("\n"), count=1, flags=re.MULTILINE), sys.stderr)
+    return error.exit_code
 
 
 if __name__ == "__main__":

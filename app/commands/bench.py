@@ -54,7 +54,7 @@ def _add(name: str, module: str, summary: str) -> None:
             context_settings={"max_content_width": 120},
         )
         benchmark.command(help=summary)(importlib.import_module(module).run)
-        benchmark(args=context.args, prog_name=f"heddle bench {name}")
+        raise typer.Exit(benchmark(args=context.args, prog_name=f"heddle bench {name}", standalone_mode=False) or 0)
 
 
 for _name, (_module, _summary) in BENCHMARKS.items():

@@ -121,9 +121,9 @@ def test_a_mistaken_option_is_told_in_one_line(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     code, _, told = heddle(monkeypatch, capsys, "plan", "--budget", "a quarter of a second")
-    assert code == 2 and told.splitlines()[-1].startswith("Error: Invalid value for '--budget': ")
+    assert code == 2 and told.splitlines()[-1].startswith("error: Invalid value for '--budget': ")
     code, _, told = heddle(monkeypatch, capsys, "bench", "ops", "--no-such-option-of-a-benchmark")
-    assert code == 2 and told.splitlines()[-1].startswith("Error: No such option: --no-such-option-of-a-benchmark")
+    assert code == 2 and told.splitlines()[-1].startswith("error: No such option: --no-such-option-of-a-benchmark")
 
 
 def test_a_config_from_a_pipe_is_read_by_the_process_of_the_run_too(
