@@ -6,6 +6,7 @@ On GPUs it first has to run out alone: bags stay open, and the modules of them a
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -118,6 +119,14 @@ class Measuring:
         if last or not is_no_file(self._out):
             with out_file(self._out) as part:
                 write_profile(self._profile, part)
+
+    def save_if_read(self) -> None:
+        """Write what is known into a pipe. Raises OSError where nobody reads it: a named one would be waited for."""
+        end = os.open(self._out, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            self.save(last=True)
+        finally:
+            os.close(end)
 
     def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:
         """Bisect over lengths or batches. All on the way are points or limits, so another call goes on from there."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ from app.device.wanted import by_information, figures_of, largest_of, longest_of
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
 from app.settings.config import RunConfig, from_here
-from app.settings.out_files import check_writable
+from app.settings.out_files import check_writable, is_no_file
 from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -118,7 +119,10 @@ def run_profile(
     try:
         measuring.run(left, began + 60 * minutes if minutes else 0.0)
     except (KeyboardInterrupt, SystemExit):
-        if out.is_file():
+        if is_no_file(out):
+            with suppress(OSError):
+                measuring.save_if_read()
+        elif out.is_file():
             print(f"stopped   what was measured is in {out}; the same command without --fresh goes on from it")
         raise
     offer_residual(profile)

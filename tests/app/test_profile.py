@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -329,6 +330,24 @@ def test_a_pipe_gets_one_profile_at_the_end_and_stays(tmp_path: Path, monkeypatc
     run_profile(DEMO, [*TINY, "data.buckets.table=[1x32x32]"], pipe, repeats=1, device="cpu", degrees=[1])
     assert len(json.loads(os.read(end, 2**16))["latency"]) == 6 and pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
     os.close(end)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_pipe_gets_what_was_measured_before_a_signal(
+    read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(pipe := tmp_path / "null")
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    answers = iter([PointTimes(seconds=(0.1,)), PointTimes(seconds=(0.2,))])
+    for name in ("measure", "update"):
+        monkeypatch.setattr(Bench, name, lambda *given: next(answers, None) or signal.raise_signal(signal.SIGINT))
+    if not read:
+        os.close(end)
+    with pytest.raises(KeyboardInterrupt):
+        run_profile(DEMO, [*TINY, "data.buckets.table=[1x32x32]"], pipe, repeats=1, device="cpu", degrees=[1])
+    if read:
+        assert len(json.loads(os.read(end, 2**16))["latency"]) == 2
+        os.close(end)
 
 
 def test_how_far_runs_of_a_point_differ_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
