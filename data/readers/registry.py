@@ -88,8 +88,10 @@ def _table_kind(uri: str) -> str:
     if uri.endswith((".csv", ".tsv", ".parquet")):
         try:
             row = next(read_rows(uri, LimitsConfig()), None)
-        except (UnreadableTable, FileNotFoundError):
+        except UnreadableTable:
             return "manifest"  # its reader says so in terms of tables
+        except FileNotFoundError:  # it may be there again by then, and of another kind
+            raise DataError(f"table {uri} does not exist. {SPELLED}") from None
         if isinstance(row, dict) and {"videoID", "timestamp"} <= row.keys():
             return "panda" if str(row["timestamp"]).lstrip().startswith("[[") else "koala"
     return "manifest"

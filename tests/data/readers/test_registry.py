@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
@@ -531,6 +533,24 @@ def test_kind_is_guessed_from_the_files(tmp_path, files, kind):
         (tmp_path / name).write_bytes(content)
     assert guess_kind(str(tmp_path)) == kind
     shutil.rmtree(tmp_path)
+
+
+def test_a_table_that_goes_while_its_kind_is_guessed_is_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of Koala that was put anew on a network disk was read as a manifest by that start."""
+    file = pq.ParquetFile
+
+    def gone(source: Any) -> pq.ParquetFile:
+        monkeypatch.setattr(pq, "ParquetFile", file)
+        raise FileNotFoundError(2, "Stale file handle")
+
+    columns = {"videoID": ["x_1"], "url": ["u"], "timestamp": ["['0:00:01', '0:00:02']"], "caption": ["c"]}
+    pq.write_table(pa.table(columns), table := tmp_path / "a.parquet")
+    monkeypatch.setattr(pq, "ParquetFile", gone)
+    with pytest.raises(DataError, match=r"table .*/a\.parquet does not exist"):
+        guess_kind(str(table))
+    assert guess_kind(str(table)) == "koala"
 
 
 def test_a_single_clip_is_no_source(tmp_path):
