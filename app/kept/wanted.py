@@ -263,7 +263,7 @@ class _Survey:
         for cut in cuts:
             if cut.moves:
                 continue
-            item = item_of(self._dataset, "cache", [cut])
+            item = item_of(self._dataset, "cache", [cut], [row])
             self._add_latents(item, self._cache, cut=cut)
             if self._sees_pixels:
                 self._add_texts(texts, self._cache.frames(item)[0], cut=cut)

@@ -38,21 +38,15 @@ def every_row(dataset: Dataset) -> Iterator[tuple[IndexRow, list[ClipCut]]]:
     for source, index in enumerate(dataset.indexes):
         shapes = dataset.planner.populations[source].shape
         stages = [stage for stage in dataset.planner.stages if stage.weights[source]]
-        for number in np.flatnonzero(shapes >= 0).tolist():
-            batches: dict[tuple[Bucket, bool], int] = {}
+        batches: dict[int, dict[tuple[Bucket, bool], int]] = {}  # by shape
+        for shape in np.unique(shapes[shapes >= 0]).tolist():
             for stage in stages:
-                for choice in stage.choices[int(shapes[number])]:
-                    batches.setdefault((choice.bucket, stage.crop), stage.batch[choice.bucket])
-            if batches:
-                row = index.row(number)
-                yield (
-                    row,
-                    [
-                        cut
-                        for (bucket, crop), batch in batches.items()
-                        for cut in _cuts(dataset, row, bucket, crop, batch)
-                    ],
-                )
+                for choice in stage.choices[shape]:
+                    batches.setdefault(shape, {}).setdefault((choice.bucket, stage.crop), stage.batch[choice.bucket])
+        for row in index.rows(np.flatnonzero(np.isin(shapes, list(batches)))):
+            of_row = batches[int(shapes[row.row])].items()
+            cuts = [cut for (bucket, crop), batch in of_row for cut in _cuts(dataset, row, bucket, crop, batch)]
+            yield row, cuts
 
 
 def _cuts(dataset: Dataset, row: IndexRow, bucket: Bucket, crop: bool, batch: int) -> Iterator[ClipCut]:
@@ -70,11 +64,12 @@ def told_clips(dataset: Dataset, row: IndexRow) -> list[Clip]:
     return [*told, row.clip(caption_drop=True)] if dropout > 0 or not told else told
 
 
-def item_of(dataset: Dataset, name: str, cuts: Sequence[ClipCut]) -> DataItem:
-    """An item of clips in one shape, as a step would have it that begins at these frames of them, without captions."""
+def item_of(dataset: Dataset, name: str, cuts: Sequence[ClipCut], rows: Sequence[IndexRow] = ()) -> DataItem:
+    """An item of clips in one shape, as a step would have it that begins at these frames of them, without captions.
+    `rows`: theirs, where they have been read."""
     bucket, crop = cuts[0].bucket, cuts[0].crop
     assert all((cut.bucket, cut.crop) == (bucket, crop) for cut in cuts), "an item has clips of one shape"
-    rows = [dataset.indexes[cut.source].row(cut.row) for cut in cuts]
+    rows = rows or [dataset.indexes[cut.source].row(cut.row) for cut in cuts]
     clips = tuple(row.clip(cut.start_frame, caption_drop=True) for row, cut in zip(rows, cuts))
     samples = tuple(_sample(row, cut.start_frame) for row, cut in zip(rows, cuts))
     return DataItem(job=dataset.job(name, bucket, clips, crop), samples=samples)

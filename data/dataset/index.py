@@ -11,7 +11,7 @@ import logging
 import operator
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -197,8 +197,23 @@ class Index:
         return tuple(_parsed(rule)[0] for rule in self.config.filters)
 
     def row(self, row: int) -> IndexRow:
-        """Everything about one row. Sequential access within a shard is fast."""
-        shard, values = self._values(row)
+        """Everything about one row."""
+        shard, group, inside = self._place(row)
+        return self._row(row, shard, self._group(shard, group).slice(inside, 1).to_pylist()[0])
+
+    def rows(self, numbers: np.ndarray) -> Iterator[IndexRow]:
+        """These rows, whose numbers rise. Those of a group are decoded together: each takes 30 us, alone 400."""
+        at = 0
+        while at < len(numbers):
+            first = int(numbers[at])
+            shard, group, inside = self._place(first)
+            table, begin = self._group(shard, group), first - inside
+            some = numbers[at : at + int(np.searchsorted(numbers[at:], begin + table.num_rows))]
+            for number, values in zip(some.tolist(), table.take(some - begin).to_pylist(), strict=True):
+                yield self._row(number, shard, values)
+            at += len(some)
+
+    def _row(self, row: int, shard: int, values: StoredRow) -> IndexRow:
         part = self.parts[shard]
         path = _media_path(part, values)
         captions = tuple(self._caption_ref(part, caption) for caption in values["captions"]) or self._default
@@ -336,7 +351,8 @@ class Index:
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
         return DataError(f"source {self.name} has no column {name!r}. {hint}")
 
-    def _values(self, row: int) -> tuple[int, StoredRow]:
+    def _place(self, row: int) -> tuple[int, int, int]:
+        """(shard, row group of its part, row in that)"""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of source {self.name}, which has {len(self)} rows")
         shard = int(np.searchsorted(self.shard_bounds, row, side="right")) - 1
@@ -347,8 +363,7 @@ class Index:
             counts = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
             bounds = self._group_bounds[shard] = np.concatenate([[0], np.cumsum(counts)])
         group = int(np.searchsorted(bounds, inside, side="right")) - 1
-        row_values: StoredRow = self._group(shard, group).slice(inside - int(bounds[group]), 1).to_pylist()[0]
-        return shard, row_values
+        return shard, group, inside - int(bounds[group])
 
     def _group(self, shard: int, group: int) -> pa.Table:
         if (shard, group) in self._groups:

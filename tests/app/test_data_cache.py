@@ -677,18 +677,18 @@ def test_a_cache_that_was_whole_is_not_asked_for_each_clip_again(
     filled(given)
     config = from_cache(given)
     rows: list[int] = []
-    read = Index.row
+    read = Index._row
 
-    def counting(index: Index, row: int) -> IndexRow:
+    def counting(index: Index, row: int, *given: Any) -> IndexRow:
         rows.append(index.ordinal)
-        return read(index, row)
+        return read(index, row, *given)
 
     def asked(config: RunConfig) -> int:
         rows.clear()
         assert "has all of" in check_only(config, cuda=False)
         return len(rows) - held
 
-    monkeypatch.setattr(Index, "row", counting)
+    monkeypatch.setattr(Index, "_row", counting)
     held = 0
     first = asked(replace(config, validation=ValidationConfig()))
     assert first >= 10 and asked(replace(config, validation=ValidationConfig())) == 0

@@ -477,6 +477,9 @@ def test_many_rows_in_one_shard_cross_row_groups(tmp_path, footers):
         index._groups.clear()  # as after rows of 64 others
         assert index.row(number).key == f"{number:06d}" and index.caption(number) == f"caption {number}"
     assert len(footers) == 1, "that of a large part takes ten times as long as a row"
+    numbers = [0, 1, 1023, 1024, 4095, 4199]
+    assert list(index.rows(np.array(numbers))) == [index.row(number) for number in numbers]
+    assert list(index.rows(np.array([], int))) == []
 
 
 @pytest.mark.parametrize("rows_per_group", [None, 4096], ids=["as it is made", "as it was made before"])
