@@ -26,7 +26,7 @@ from app.data_tools.printing import print_ledger
 from app.inputs.checkpoints import data_before, most_steps, steps_begun
 from app.inputs.profiles import gpu_of
 from app.inputs.synthetic import make_missing
-from app.kept.wanted import NO_SOURCE, CacheLook, WantedEntry, look
+from app.kept.wanted import NO_SOURCE, CacheLook, WantedEntry, keep_filled, look
 from app.records.progress import ProgressBar
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.out_files import begin_list
@@ -80,6 +80,7 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     ledger.check()
     ledger.check_limits()
     _check_kept(done, config.data.cache)
+    keep_filled(found)
     print(f"next      {_next(path, overrides, config, modules)}")
 
 

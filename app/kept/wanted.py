@@ -93,6 +93,7 @@ class KindAccount:
 class CacheLook:
     """What a look at a run's data and its cache has found."""
 
+    asked: _Asked
     dataset: Dataset
     cache: ItemCache
     kinds: dict[EntryKind, KindAccount]
@@ -220,6 +221,7 @@ class _Survey:
     """Counts entries, each once."""
 
     def __init__(self, asked: _Asked, listed: dict[EntryKind, Listing]) -> None:
+        self._asked = asked
         self._dataset, self._cache, self._geometry = asked.dataset, asked.cache, asked.geometry
         self._modules = asked.modules
         self._kinds: dict[EntryKind, KindAccount] = {kind: KindAccount() for kind in listed}
@@ -286,6 +288,7 @@ class _Survey:
 
     def found(self) -> CacheLook:
         return CacheLook(
+            asked=self._asked,
             dataset=self._dataset,
             cache=self._cache,
             kinds=self._kinds,
@@ -369,6 +372,23 @@ def _answer(config: RunConfig, *, cuda: bool, keeps: bool) -> tuple[str, str]:
     if keeps:
         verdict.keep(found.describe())
     return found.describe(), ""
+
+
+def keep_filled(found: CacheLook) -> None:
+    """After all that a look has missed was made: a run that asks for the same need not look at each clip."""
+    if found.kinds.keys() != {KINDS[module] for module in found.asked.modules}:
+        return  # texts alone were made
+    listed = found.asked.listed()
+    for kind, account in found.kinds.items():
+        for one in account.missing:
+            if listed[kind].entries.place(one.key) >= 0:
+                account.there[one.source] += 1
+            elif listed[kind].bad.place(one.key) >= 0:
+                account.bad.append(one)
+            else:
+                return
+        account.missing.clear()
+    WholeVerdict.of(found.cache.cache.root, found.asked.key(), listed.values()).keep(found.describe())
 
 
 def cache_preview(config: RunConfig) -> tuple[str, str]:

@@ -39,7 +39,7 @@ from app.inputs.beside import live_texts, spared
 from app.inputs.items import cache_of, items_from_data, open_dataset
 from app.inputs.profiles import profile_of
 from app.kept.verdict import WholeVerdict
-from app.kept.wanted import CacheLook, KindAccount, WantedEntry, cache_preview, check_only, look
+from app.kept.wanted import CacheLook, KindAccount, WantedEntry, cache_preview, check_only, keep_filled, look
 from app.plan.dry_run import dry_run
 from app.proof.command import settings_of
 from app.sampling.kept_texts import kept_texts
@@ -714,6 +714,21 @@ def test_a_cache_that_was_whole_is_not_asked_for_each_clip_again(
             check_only(config, cuda=False)
     lost.write_bytes(content)
     assert asked(config) > 0 and asked(config) == 0, "whatever else is there"
+
+
+def test_what_the_command_has_made_is_not_asked_for_by_the_first_run_either(
+    broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of_broken(broken, tmp_path / "a")
+    keep_filled(filled(config)[0])
+    seen = looked(config).describe()
+    found, _ = filled(other := config_of_broken(broken, tmp_path / "b"))
+    found.cache.cache._path("text", found.kinds["text"].missing[0].key).unlink()
+    keep_filled(found)
+    with pytest.raises(ConfigError, match="lacks 1 of"):
+        check_only(from_cache(other), cuda=False)
+    monkeypatch.setattr("app.kept.wanted._look", lambda *given: pytest.fail("each clip is asked for"))
+    assert check_only(from_cache(config), cuda=False) == seen and "and 1 bad" in seen
 
 
 def test_a_verdict_by_other_files_of_the_program_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
