@@ -67,12 +67,12 @@ class CompiledBlocks:
 
 def _settle() -> None:
     """Settings of the compiler are those of a thread, and a backward on CUDA computes blocks again in another."""
-    import torch._dynamo
+    import torch.compiler.config as compiler
     import torch.fx.experimental._config as shapes
 
     shapes.use_duck_shape = False  # two numbers that happen to be equal stay two numbers
     shapes.backed_size_oblivious = True  # a number that happens to be 0 or 1 gets no code of its own
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_CODES)
+    compiler.recompile_limit = max(compiler.recompile_limit, MOST_CODES)
     _settled.set(True)
 
 
