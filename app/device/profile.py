@@ -49,6 +49,7 @@ from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import tiling_of
 from ops.models.load import trained_part
+from ops.standard_out import is_stdout
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def run_profile(
 
     from ops.models.folders import resolve
 
+    if is_stdout(out):
+        raise ConfigError(f"--out {out} is where this command says what it does; give a file, or a pipe of its own.")
     check_writable([out])
     began, config = time.monotonic(), from_here(RunConfig.load(path, overrides))
     target = pick_device(device)

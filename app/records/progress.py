@@ -161,7 +161,7 @@ class ProgressBar:
         now = time.monotonic()
         if self._tell is not None and now - self._told >= _LINE_S:
             self._told = now
-            left = timedelta(seconds=round((now - self._began) / done * (total - done)))
+            left = timedelta(seconds=round((now - self._began) / max(done, 1) * (total - done)))
             self._tell(f"{self._what}: {done}/{total}, {left} left")
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ from typing import IO
 import pytest
 
 from app.commands.compare import compare
+from app.device.profile import run_profile
 from ops.standard_out import is_stdout
 from ops.typed import ConfigError
 from tests.app.test_plan import PROFILE, WORKLOAD
@@ -93,6 +94,11 @@ def test_runs_that_print_where_the_page_is_to_be_are_refused(monkeypatch: pytest
     monkeypatch.setattr("app.commands.compare._trained", lambda *given: pytest.fail("trained"))
     with pytest.raises(ConfigError, match="--out /dev/stdout is for runs that are there; give a file"):
         compare(out=Path("/dev/stdout"), config=Path("run.yaml"), strategies=["static", "cascade"])
+
+
+def test_a_profile_is_not_measured_where_it_is_to_be_written_among_what_is_said() -> None:
+    with pytest.raises(ConfigError, match="is where this command says what it does; give a file"):
+        run_profile(Path("run.yaml"), [], Path("/dev/stdout"), repeats=1, device="cpu")
 
 
 def test_the_null_device_is_no_stdout_also_where_stdout_is_the_null_device() -> None:
