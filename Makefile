@@ -86,4 +86,4 @@ bench: $(STAMP)
 	for name in planner ops data runtime ulysses optimizer elastic learn; do echo "== $$name"; $(BIN)/heddle bench $$name || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(RUN) $(DATA) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(RUN) $(DATA) $(HELD_OUT) .pytest_cache .mypy_cache .ruff_cache
