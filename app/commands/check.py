@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from app.commands.options import Overrides, read_once
+from app.commands.options import Overrides
 from ops.typed import ConfigError
 
 
 def check(
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", callback=read_once, help="YAML of a run, whose files every node has to see."),
+        Path | None, typer.Option("--config", "-c", help="YAML of a run, whose files every node has to see.")
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.options import Overrides, read_once
+from app.commands.options import Overrides
 from ops.typed import ConfigError
 
 
@@ -21,10 +21,7 @@ def compare(
         float, typer.Option("--peak-tflops", min=0.0, help="Peak of a worker's device, to show MFU; 989 for an H100.")
     ] = 0.0,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", "-c", callback=read_once, help="Instead of runs: train this one by each --strategy first."
-        ),
+        Path | None, typer.Option("--config", "-c", help="Instead of runs: train this one by each --strategy first.")
     ] = None,
     strategies: Annotated[
         list[str] | None,

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from app.commands.options import read_once
-
 
 def convert(
     file: Annotated[
@@ -19,10 +17,7 @@ def convert(
         ),
     ],
     config: Annotated[
-        Path,
-        typer.Option(
-            "--config", callback=read_once, help="Config with the sizes of the model, as configs/models/ has."
-        ),
+        Path, typer.Option("--config", help="Config with the sizes of the model, as configs/models/ has.")
     ],
     to: Annotated[Path, typer.Option("--to", help="Folder of the pipeline; its transformer/ must not exist.")],
 ) -> None:

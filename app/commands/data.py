@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
 
 import typer
 
-from app.commands.options import Overrides, read_once
+from app.commands.options import Overrides
 from data.kinds import KINDS
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -42,9 +42,7 @@ class SourceOptions:
     paths: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="Shards, tables, folders; or --config.")] = (
         None
     )
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", callback=read_once, help="Take all sources of this run instead.")
-    ] = None
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Take all sources of this run instead.")] = None
     overrides: Overrides = None
     kind: KindOption = ""
     media: MediaOption = ""
@@ -293,7 +291,7 @@ def _size(text: str) -> tuple[int, int]:
 
 @app.command()
 def preview(
-    config: Annotated[Path, typer.Option("--config", "-c", callback=read_once, help="The run to look at.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run to look at.")],
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("preview"),
     samples: Annotated[int, typer.Option(help="Clips per bucket.", min=1)] = 8,
@@ -308,7 +306,7 @@ def preview(
 
 @app.command()
 def cache(
-    config: Annotated[Path, typer.Option("--config", "-c", callback=read_once, help="The run whose cache is filled.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run whose cache is filled.")],
     overrides: Overrides = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Address of a Ray cluster; default: RAY_ADDRESS, else this machine.")

@@ -9,15 +9,13 @@ from typing import Annotated
 import typer
 
 from actors.plan.registry import STRATEGIES
-from app.commands.options import Overrides, read_once
+from app.commands.options import Overrides
 from ops.typed import ConfigError
 
 
 def plan(
     workload: Annotated[Path | None, typer.Option("--workload", help="JSON: items of consecutive steps.")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", callback=read_once, help="Plan this run's buckets instead.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Plan this run's buckets instead.")] = None,
     overrides: Overrides = None,
     from_data: Annotated[
         bool, typer.Option("--from-data", help="Open the config's data: real items, and an account of every sample.")

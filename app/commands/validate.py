@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.options import After, read_once
+from app.commands.options import After
 
 
 def validate(
@@ -26,9 +26,7 @@ def validate(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config", callback=read_once, help="Of a published pipeline: folder or file of a run that trains it."
-        ),
+        typer.Option("--config", help="Of a published pipeline: folder or file of a run that trains it."),
     ] = None,
     clips: Annotated[int | None, typer.Option(help="How many; default: validation.clips of the run.", min=1)] = None,
     draws: Annotated[

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from actors.outcome import Outcome
 from app.cli import main
 from app.inputs import shared_cores
-from app.run import launch
 from app.run.lock import FolderHeld, FolderLock
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, one_line
@@ -124,27 +123,6 @@ def test_a_mistaken_option_is_told_in_one_line(
     assert code == 2 and told.splitlines()[-1].startswith("error: Invalid value for '--budget': ")
     code, _, told = heddle(monkeypatch, capsys, "bench", "ops", "--no-such-option-of-a-benchmark")
     assert code == 2 and told.splitlines()[-1].startswith("error: No such option: --no-such-option-of-a-benchmark")
-
-
-def test_a_config_from_a_pipe_is_read_by_the_process_of_the_run_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As of --config <(printf ...), whose descriptor that process does not have."""
-    reads, writes = os.pipe()
-    os.write(writes, f"base: {DEMO}\nrun: {{name: piped, dir: {tmp_path}}}\n".encode())
-    os.close(writes)
-    seen = list[str]()
-
-    def run_apart(words: Sequence[str]) -> int:
-        seen.append(RunConfig.load(words[words.index("--config") + 1]).run.name)
-        return 0
-
-    monkeypatch.setattr(launch, "run_apart", run_apart)
-    try:
-        assert heddle(monkeypatch, capsys, "train", "--config", f"/dev/fd/{reads}") == (0, "", "")
-    finally:
-        os.close(reads)
-    assert seen == ["piped"]
 
 
 MISTAKES = [
