@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -163,14 +164,19 @@ def stop(
     This command's own exit code is 0 once the run has ended (with --wait-s 0 at once), and 75 where it still lives when
     the wait is over: nothing may copy its folder yet.
     """
+    was_seen = lives(run)  # not where its folder alone is mounted: its lock lies beside it
+
+    def has_ended() -> bool:
+        return bool(how_it_ended(run)) or (was_seen and not lives(run))
+
     try:
         actor = monitor(run)
     except NoMonitor:
-        if not (lives(run) and ask_to_leave_lora_files(run)):
+        if not (was_seen and ask_to_leave_lora_files(run)):
             raise
         _say_wait(wait_s, "the end of the run, which has taken its last step")
         _await_the_end(
-            run,
+            has_ended,
             wait_s,
             time.monotonic() + wait_s,
             meanwhile="the run has taken its last step, and ends without the LoRA files that it waits for",
@@ -191,7 +197,7 @@ def stop(
             get(actor.ping.remote(), timeout=ANSWER_S)
         except GONE:  # which the run ends before it writes its last files
             _await_the_end(
-                run,
+                has_ended,
                 wait_s,
                 deadline,
                 meanwhile="the run has ended its steps and is still writing",
@@ -200,7 +206,7 @@ def stop(
             return
         except GetTimeoutError:  # a busy host
             continue
-        if how_it_ended(run):  # its monitor stays where keepers alone hold the last step
+        if has_ended():  # its monitor stays where keepers alone hold the last step
             print("the run has ended; continue it with --resume")
             return
         time.sleep(0.5)
@@ -219,10 +225,9 @@ def _not_yet(wait_s: float) -> None:
         raise typer.Exit(Exit.RESUMABLE)
 
 
-def _await_the_end(run: Path, wait_s: float, deadline: float, *, meanwhile: str, then: str) -> None:
-    """Wait until the folder says that the run has ended, and say `then`, or `meanwhile` where it lives at the
-    deadline."""
-    while lives(run):
+def _await_the_end(has_ended: Callable[[], bool], wait_s: float, deadline: float, *, meanwhile: str, then: str) -> None:
+    """Wait until the run has ended, and say `then`, or `meanwhile` where it lives at the deadline."""
+    while not has_ended():
         if time.monotonic() >= deadline:
             print(meanwhile)
             _not_yet(wait_s)

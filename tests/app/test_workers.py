@@ -256,11 +256,13 @@ def test_a_wait_that_is_over_is_no_success(
 def test_stop_waits_for_no_monitor_of_a_run_that_has_ended(
     live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It stays where keepers alone hold the last step, and the wait took all of its time."""
-    said = iter(["", "run demo has ended"])
-    monkeypatch.setattr("app.commands.workers.how_it_ended", lambda run: next(said))
-    stop(live_run[0], wait_s=60.0)
-    assert list(said) == [] and "the run has ended; continue it" in capsys.readouterr().out
+    """It stays where keepers alone hold the last step, and a disk that takes no checkpoint takes no outcome either."""
+    run = live_run[0]
+    lock = lock_path(run, "driver")
+    lock.touch()
+    monkeypatch.setattr("app.commands.workers._say_wait", lambda wait_s, what: lock.unlink())
+    stop(run, wait_s=60.0)
+    assert "the run has ended; continue it" in capsys.readouterr().out
 
 
 def test_storage_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,29 +277,41 @@ def test_storage_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pyt
     assert lives(tmp_path / "run")
 
 
-@pytest.mark.parametrize("looks", [[True, True, False], [True] * 100], ids=["it ends", "it goes on"])
+@pytest.mark.parametrize("seen", [True, False], ids=["beside its folder", "its folder alone"])
+@pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it goes on"])
 def test_stop_waits_for_what_a_run_writes_after_its_monitor(
-    looks: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ends: bool, seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is gone before the outcome is written, and so the folder was copied without it."""
-    gone, left = Handle(report=lambda: None, stop=lambda why: None, ping=lambda: None), iter(looks)
+    gone = Handle(report=lambda: None, stop=lambda why: None, ping=lambda: None)
+    run, lock = tmp_path / "run", lock_path(tmp_path / "run", "driver")
+    run.mkdir()
+    if seen:
+        lock.touch()
 
     def get(reference: object, timeout: float) -> None:
         raise ray.exceptions.RayActorError
 
+    def write(seconds: float) -> None:
+        """The end of the run, while the command waits."""
+        if ends and not seen:
+            write_outcome(run, ended_run(Outcome(code=Exit.RESUMABLE, reason="stopped", last_step=8)), "token")
+        elif ends:
+            lock.unlink()
+
     monkeypatch.setattr("app.commands.workers.monitor", lambda run: gone)
     monkeypatch.setattr("app.commands.workers.answer", lambda run, reference: None)
     monkeypatch.setattr("app.commands.workers.warn_if_quiet", lambda run, report: None)
-    monkeypatch.setattr("app.commands.workers.lives", lambda run: next(left))
+    monkeypatch.setattr("app.commands.workers.time.sleep", write)
     monkeypatch.setattr("actors.ray_calls.get", get)
-    if looks[-1]:
+    if not ends:
         with pytest.raises(typer.Exit) as ended:
-            stop(tmp_path, wait_s=0.6)
+            stop(run, wait_s=0.3)
         assert ended.value.exit_code == Exit.RESUMABLE
         assert "the run has ended its steps and is still writing" in capsys.readouterr().out
         return
-    stop(tmp_path, wait_s=60.0)
-    assert list(left) == [] and "the run has ended; continue it" in capsys.readouterr().out
+    stop(run, wait_s=60.0)
+    assert "the run has ended; continue it" in capsys.readouterr().out
 
 
 def test_a_worker_that_is_not_there_is_refused(live_run: tuple[Path, Any]) -> None:
