@@ -108,24 +108,24 @@ class EntryNames:
 
     def __init__(self, packed: bytes = b"") -> None:
         """`packed`: one after the other, in any order."""
-        self._sorted = np.sort(np.frombuffer(packed, dtype=f"S{_KEY_BYTES}"))
+        self.packed = np.sort(np.frombuffer(packed, dtype=f"S{_KEY_BYTES}"))
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self.packed)
 
     def __iter__(self) -> Iterator[str]:
-        packed = self._sorted.tobytes()
+        packed = self.packed.tobytes()
         return (packed[at : at + _KEY_BYTES].hex() for at in range(0, len(packed), _KEY_BYTES))
 
     def place(self, key: str) -> int:
         """Its number among them; -1 of one that is not there."""
-        wanted = np.frombuffer(bytes.fromhex(key), dtype=self._sorted.dtype)
-        place = int(np.searchsorted(self._sorted, wanted)[0])
-        return place if place < len(self) and self._sorted[place] == wanted[0] else -1
+        wanted = np.frombuffer(bytes.fromhex(key), dtype=self.packed.dtype)
+        place = int(np.searchsorted(self.packed, wanted)[0])
+        return place if place < len(self) and self.packed[place] == wanted[0] else -1
 
     def digest(self) -> str:
         """Equal where they are."""
-        return hashlib.blake2b(self._sorted.tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.packed.tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +134,11 @@ class Listing:
 
     entries: EntryNames
     bad: EntryNames
+
+    def has_all_of(self, other: Listing) -> bool:
+        """Whether no name of the other has gone; one of a clip that was bad may be an entry by now."""
+        before, now = (np.concatenate((one.entries.packed, one.bad.packed)) for one in (other, self))
+        return bool(np.isin(before, now).all())
 
     def digest(self) -> str:
         """Equal where the same are there."""

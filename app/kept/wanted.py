@@ -10,6 +10,7 @@ Names are those that a run itself gives (`actors.feed.item_cache`): no pixel is 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,6 +49,8 @@ from data.types import Bucket, Clip, DataItem, DecodeJob
 from ops.counted import counted
 from ops.models.folders import resolve
 from ops.typed import ConfigError
+
+log = logging.getLogger(__name__)
 
 _READERS = 16  # captions read at a time: on remote storage each takes a request or two
 _ROWS_AT_ONCE = 64  # of one shard, mostly
@@ -93,10 +96,11 @@ class KindAccount:
 class CacheLook:
     """What a look at a run's data and its cache has found."""
 
-    asked: _Asked
+    key: str  # equal for runs that ask for the same entries
     dataset: Dataset
     cache: ItemCache
-    kinds: dict[EntryKind, KindAccount]
+    listed: dict[EntryKind, Listing]  # all entries that were there
+    kinds: dict[EntryKind, KindAccount]  # those that the run asks for
     untold: tuple[Fault, ...]  # samples whose caption cannot be read: their draws train nothing
     moving: int  # clips of which, in some shape, every draw takes another part (`data.start_frame: random`)
     moving_name: str  # of the first of them
@@ -148,18 +152,21 @@ def look(
     Raises DataError and ValueError as the opening of the data does.
     """
     asked = _Asked(config, cuda, modules, bad_list)
-    return _look(asked, asked.listed(), progress)
+    return _look(asked, asked.key(), asked.listed(), progress)
 
 
 def _look(
-    asked: _Asked, listed: dict[EntryKind, Listing], progress: Callable[[int, int], None] = lambda done, total: None
+    asked: _Asked,
+    key: str,
+    listed: dict[EntryKind, Listing],
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CacheLook:
     survey, total = _Survey(asked, listed), asked.dataset.ledger.planned
     for done, (row, cuts, told) in enumerate(survey.read(every_row(asked.dataset)), start=1):
         survey.add_row(row, cuts, told)
         progress(done, total)
     asked.add_beside(survey)
-    return survey.found()
+    return survey.found(key)
 
 
 class _Asked:
@@ -195,7 +202,7 @@ class _Asked:
         none = Listing(entries=EntryNames(), bad=EntryNames())
         beside = _Survey(self, {KINDS[module]: none for module in self.modules})
         self.add_beside(beside)
-        names_beside = sorted(one.key for account in beside.found().kinds.values() for one in account.missing)
+        names_beside = sorted(one.key for account in beside.kinds.values() for one in account.missing)
         plan, data = self.dataset.planner, self._config.data
         stages = [
             (
@@ -221,10 +228,9 @@ class _Survey:
     """Counts entries, each once."""
 
     def __init__(self, asked: _Asked, listed: dict[EntryKind, Listing]) -> None:
-        self._asked = asked
         self._dataset, self._cache, self._geometry = asked.dataset, asked.cache, asked.geometry
         self._modules = asked.modules
-        self._kinds: dict[EntryKind, KindAccount] = {kind: KindAccount() for kind in listed}
+        self.kinds: dict[EntryKind, KindAccount] = {kind: KindAccount() for kind in listed}
         self._listed = listed
         self._marks = {
             kind: (np.zeros(len(listing.entries), bool), np.zeros(len(listing.bad), bool))
@@ -286,12 +292,13 @@ class _Survey:
         """One that no clip has."""
         self._add_texts([text])
 
-    def found(self) -> CacheLook:
+    def found(self, key: str) -> CacheLook:
         return CacheLook(
-            asked=self._asked,
+            key=key,
             dataset=self._dataset,
             cache=self._cache,
-            kinds=self._kinds,
+            listed=self._listed,
+            kinds=self.kinds,
             untold=tuple(self._untold),
             moving=self._moving,
             moving_name=self._moving_name,
@@ -325,7 +332,7 @@ class _Survey:
             )
 
     def _count(self, one: WantedEntry) -> None:
-        account, listed, marks = self._kinds[one.kind], self._listed[one.kind], self._marks[one.kind]
+        account, listed, marks = self.kinds[one.kind], self._listed[one.kind], self._marks[one.kind]
         for names, seen in zip((listed.entries, listed.bad), marks, strict=True):
             if (place := names.place(one.key)) < 0:
                 continue
@@ -361,11 +368,11 @@ def _answer(config: RunConfig, *, cuda: bool, keeps: bool) -> tuple[str, str]:
     """(what is there, in a line; why the run would not start with that). `keeps`: where it would, a later start asks
     for the list of entries alone."""
     asked = _Asked(config, cuda, from_cache(config.data.cache))
-    listed = asked.listed()
-    verdict = WholeVerdict.of(asked.cache.cache.root, asked.key(), listed.values())
+    key, listed = asked.key(), asked.listed()
+    verdict = WholeVerdict.of(asked.cache.cache.root, key, listed.values())
     if told := verdict.told():
         return told, ""
-    found = _look(asked, listed)
+    found = _look(asked, key, listed)
     if why := _why_not_only(found, config):
         lacking = found.lacking() or "latents of clips that no draw begins at the same frame"
         return f"cache     lacks {lacking}: as it is this run does not start", why
@@ -375,20 +382,28 @@ def _answer(config: RunConfig, *, cuda: bool, keeps: bool) -> tuple[str, str]:
 
 
 def keep_filled(found: CacheLook) -> None:
-    """After all that a look has missed was made: a run that asks for the same need not look at each clip."""
-    if found.kinds.keys() != {KINDS[module] for module in found.asked.modules}:
+    """After all that a look has missed was made: a run that asks for the same need not look at each clip, unless an
+    entry has gone meanwhile, such as a damaged one that another run has met."""
+    if found.kinds.keys() != found.listed.keys():
         return  # texts alone were made
-    listed = found.asked.listed()
+    store = found.cache.cache
+    try:
+        now = {kind: store.listing(kind) for kind in found.listed}
+    except OSError as error:
+        log.warning("whether the cache is whole is not known (%s): the next start looks at every clip", error)
+        return
     for kind, account in found.kinds.items():
+        if not now[kind].has_all_of(found.listed[kind]):
+            return
         for one in account.missing:
-            if listed[kind].entries.place(one.key) >= 0:
+            if now[kind].entries.place(one.key) >= 0:
                 account.there[one.source] += 1
-            elif listed[kind].bad.place(one.key) >= 0:
+            elif now[kind].bad.place(one.key) >= 0:
                 account.bad.append(one)
             else:
                 return
         account.missing.clear()
-    WholeVerdict.of(found.cache.cache.root, found.asked.key(), listed.values()).keep(found.describe())
+    WholeVerdict.of(store.root, found.key, now.values()).keep(found.describe())
 
 
 def cache_preview(config: RunConfig) -> tuple[str, str]:

@@ -727,6 +727,11 @@ def test_what_the_command_has_made_is_not_asked_for_by_the_first_run_either(
     keep_filled(found)
     with pytest.raises(ConfigError, match="lacks 1 of"):
         check_only(from_cache(other), cuda=False)
+    found, _ = filled(other)
+    found.cache.cache._path("text", next(iter(found.listed["text"].entries))).unlink()  # it was there at the look
+    keep_filled(found)
+    with pytest.raises(ConfigError, match="lacks 1 of"):
+        check_only(from_cache(other), cuda=False)
     monkeypatch.setattr("app.kept.wanted._look", lambda *given: pytest.fail("each clip is asked for"))
     assert check_only(from_cache(config), cuda=False) == seen and "and 1 bad" in seen
 
