@@ -43,22 +43,18 @@ def signal_came(number: int) -> None:
 
 
 def signal_code() -> int:
-    """128 + N of the signal N that has come for such a run last; 0: none has."""
+    """128 + N for the last signal N that has come for such a run; 0: none has."""
     return 128 + _came if _came else 0
 
 
 def run_apart(arguments: Sequence[str]) -> int:
     """Run `python ARGUMENTS` in a session of its own. Returns its exit code, 128 + N where signal N ended it."""
     inner_end, ours = os.pipe()
-    environment = {
-        **os.environ,
-        LIFELINE: str(inner_end),
-        **python_environment(),
-    }
+    environment = {**os.environ, LIFELINE: str(inner_end), **python_environment()}
     sys.stdout.flush()
     earlier = {number: signal.getsignal(number) for number in SIGNALS}
     process: subprocess.Popen[bytes] | None = None
-    early: list[int] = []  # came before there was a process to have them
+    early: list[int] = []  # signals that came before the process was there
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         signal_came(number)

@@ -37,9 +37,9 @@ CLUSTER = "cluster.json"
 _NODES_X_GPUS = re.compile(r"[0-9]+x[0-9]+")
 _LAST_PORT = 2**16 - 1
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
-_TRAIN_LOOK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"  # Ray's 2 s are what a run's end waits for Ray Train to see it
-_GONE_S = 30.0  # a node that Ray has said for so long not to be alive is gone
-# Without an answer for so long Ray is gone: its GCS may stand still for a while, as on a host that swaps or is moved,
+_TRAIN_LOOK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"  # by Ray's 2 s a run would end that much later
+_GONE_S = 30.0  # a node that Ray has called dead for this long is gone
+# Without an answer for this long Ray is gone: its GCS may stand still for a while, as on a host that swaps or is moved,
 # and Ray's own processes wait 60 s for it, after which they end this process without a word.
 _SILENT_S = 50.0
 _CONNECT_S = 5.0
@@ -166,7 +166,7 @@ def start_ray_here(start: Callable[..., object]) -> None:
     import ray
 
     logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
-    # Ray would start a process for each core that nobody gets: those of a job with an environment are others.
+    # Ray would start a process for each core, and use none of them: a job with an environment gets others.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     try:
         start(address="local")
@@ -214,7 +214,7 @@ def joined() -> ClusterAddress:
 
 
 def check_capacity(config: RunConfig) -> None:
-    """Say that the cluster is too small now, before the wait begins."""
+    """Say so where the cluster is too small now, before the wait begins."""
     from actors.ray_calls import resources
 
     workers, have = config.workers, resources(free=False)

@@ -87,7 +87,7 @@ def _end_at_once() -> None:
 
 
 def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
-    """Raises Superseded once another start writes in this folder."""
+    """A check that raises Superseded once another start writes in this folder."""
 
     def check() -> None:
         driver = holder(lock_path(folder, DRIVER))
@@ -107,7 +107,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     controller: Controller | None = None
     try:
         guard()
-        with suppress(OSError):  # of a controller of this start that wrote its end, and was lost before Ray Train knew
+        with suppress(OSError):  # an earlier controller of this start wrote it, and was lost before Ray Train knew
             (folder / OUTCOME).unlink()
         samples, held_out = LiveSamples(config, folder), LiveHeldOut(config, folder)
         samples.note_what_waits()

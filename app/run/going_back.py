@@ -88,7 +88,7 @@ def _move(path: Path, place: Path, aside: str) -> None:
 
 
 def _endings() -> Iterator[str]:
-    """Endings of names until one is free, as after an earlier time that the run went back so far."""
+    """Endings to try until a name is free: some are taken where the run went back to this checkpoint before."""
     yield ""
     yield from (f"-{number}" for number in itertools.count(2))
 

@@ -45,7 +45,7 @@ _LOOK_S = 2.0  # between looks for a cluster
 _WATCH_S = 0.5  # between looks at the node
 _HEED_S = 0.1  # until a notice is noticed
 _ANSWER_S = 30.0
-_SHORT_S, _SHORT_STARTS = 30.0, 3  # of starts in a row that ended sooner, after which their reason is one that stays
+_SHORT_S, _SHORT_STARTS = 30.0, 3  # starts in a row that end sooner than this: after as many it is not tried again
 _ENDS_S, _ENDS_LOOK_S = 10.0, 0.05  # that processes have to end after SIGKILL, and between looks
 _SAID = 2000  # letters of what Ray said last
 _ENDED_S = 20.0
@@ -140,7 +140,7 @@ class _Notice:
 
 @contextmanager
 def _told_to_leave(never: bool) -> Iterator[_Notice]:
-    """Set by the first of the signals, or `never`; the next one does nothing more."""
+    """A notice that the first of the signals sets, and with `never` none; the next one does nothing more."""
     leaves = _Notice()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -244,7 +244,7 @@ class JoinedNode:
         raise LookupError("this machine is in the cluster no more")
 
     def end(self) -> None:
-        """End them: they hear no signal but this one. `said` is the end of what they have printed."""
+        """End these processes by SIGKILL, as they hear nothing else. `said` is then the end of what they printed."""
         until = time.monotonic() + _ENDS_S
         while living := _living_in(self._process.pid):
             for process in living:

@@ -62,8 +62,8 @@ def lock_path(folder: Path, role: str) -> Path:
 
 
 def beside(folder: Path, what: str) -> Path:
-    """A file of a run beside its folder, the same by whatever links that is reached; of a link to a place that takes no
-    files of ours, beside the link."""
+    """A file of a run beside its folder, the same by whatever links the folder is reached; beside the link itself where
+    no file can be made beside its target."""
     target = Path(os.path.realpath(folder))
     place = target if os.access(target.parent, os.W_OK | os.X_OK) else folder
     return place.parent / f".{place.name}.{what}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 60.0  # what a node has that does not answer is seen when its workers have loaded
+_ANSWER_S = 60.0  # the memory of a node that does not answer by then is seen when its workers have loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class NodeSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterNode:
-    """A node that workers of this run may come to. `sizes`: None where it did not answer."""
+    """A node that workers of this run may come to. `sizes`: None where it did not answer or, for CPUs, is not asked."""
 
     workers: int
     sizes: NodeSizes | None
@@ -71,7 +71,7 @@ def check_memory(config: RunConfig, device: WorkersDevice, fresh: bool = True) -
 
 
 def nodes_for(config: RunConfig, gpu: bool) -> list[ClusterNode]:
-    """The nodes with room for workers of this run, in the order in which they are filled. Those with GPUs are asked."""
+    """The nodes with room for workers of this run, in the order in which they are filled; for GPUs with their sizes."""
     from actors.pool.room import Need
     from actors.ray_calls import nodes
 

@@ -99,8 +99,8 @@ def note_start(folder: Path) -> None:
 
 
 def worth_keeping(folder: Path) -> bool:
-    """Whether a run has left something worth keeping: a step, a checkpoint, a list of faults, a traceback. So may a
-    folder that cannot be read."""
+    """Whether a run has left something worth keeping: a step, a checkpoint, a list of faults, a traceback, or an end
+    that --resume continues. A folder that cannot be read counts as one that has."""
     metrics = folder / "metrics.jsonl"
     try:
         return (

@@ -245,7 +245,7 @@ class Recorder:
 
 @contextmanager
 def _told(folder: Path) -> Iterator[None]:
-    """Raises NotRecorded for what may pass."""
+    """Raises NotRecorded in place of an OSError that may pass."""
     try:
         yield
     except OSError as error:
