@@ -108,9 +108,9 @@ def names() -> Names:
 
 def check_read(config: RunConfig, begun: int = 0, before: DataConfig | None = None, most: int = 0) -> None:
     """The rules between two sections, with what the folders of the model say of it, and those that hold before a start
-    alone: after the first `begun` steps, which an earlier start has made, with the data that the last one had `before`,
-    of the `most` that the run has ever had. Raises ConfigError for the first that does not hold. Whoever loads a folder
-    that cannot be read says so."""
+    alone. Earlier starts have made `begun` steps, the last one had the data section `before`, and the run has once had
+    `most` steps. Raises ConfigError for the first rule that does not hold. A folder that cannot be read is passed over
+    here, and refused where it is loaded."""
     from ops.models.folders import resolve
 
     model, read = config.model, None

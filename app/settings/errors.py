@@ -12,7 +12,7 @@ from ops.passing import UNREACHABLE
 
 PACKAGES = ("app", "actors", "data", "ops")
 
-# what a place on disk does not allow; a file where a folder is to be made exists
+# the path cannot be used; EEXIST: a file is there where a folder is to be made
 NO_PLACE = frozenset((errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST))
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 

@@ -24,7 +24,8 @@ def in_groups(command: Callable[..., None]) -> Callable[..., None]:
         @in_groups
         def draw(*, size: Size, out: Path | None = None) -> None: ...     # draw --height 64 --out PATH
 
-    Arguments of the command are named, groups as no option is. A field without a default must be given.
+    The command takes keyword arguments only, and no group has the name of an option. A field without a default must be
+    given.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = [name for name, hint in hints.items() if is_dataclass(hint)]

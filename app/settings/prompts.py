@@ -52,9 +52,9 @@ def with_prompts_of_file(config: Node) -> Node:
 
 
 def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts, negative: str = "") -> list[str]:
-    """A sentence for each prompt, the `negative` one and their own ones among them, of which the encoder of a resolved
-    config sees only the beginning, and where some have no text, numbered from 1 as in errors. Raises
-    ConfigError for the first that is too long where those are refused."""
+    """A sentence for each prompt, and each negative one, of which the encoder sees only the beginning, and one that
+    lists prompts without text, numbered from 1 as in errors. `text` is of a resolved config. Raises ConfigError for the
+    first prompt that is too long where those are refused."""
     lines = [PromptLine.of(prompt) for prompt in prompts]
     texts, negatives = [line.text for line in lines], [line.negative_prompt or "" for line in lines]
     found = _empty(texts)

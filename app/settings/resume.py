@@ -118,7 +118,7 @@ def kind_of(key: str) -> SettingKind:
 
 
 def check_resume(config: RunConfig, folder: Path | None = None, *, checkpoint: Path | None = None) -> list[Change]:
-    """What changed in schedule and pool since the run's last start. Raises ConfigError for another training than that
+    """What changed since the run's last start, but for free settings. Raises ConfigError for another training than that
     of the `checkpoint` that is continued, by default the newest state."""
     folder = folder or run_dir(config)
     saved, where, checkpoint = _trained(folder, checkpoint)
@@ -253,8 +253,8 @@ def _ignored(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
 
 
 def _same_transformer(name: str, value: object, tree: SettingsTree) -> bool:
-    """Whether the folder describes the transformer of these settings with this value, too. Of one that cannot be read
-    the start says so."""
+    """Whether the transformer that its folder describes is the same with this value of the setting. True where the
+    folder cannot be read, which the start refuses."""
     model = tree["model"]
     assert isinstance(model, Mapping)
     trees = (model, {**model, "dit": {**model["dit"], name: value}})
@@ -318,7 +318,7 @@ def _trained(folder: Path, chosen: Path | None = None) -> tuple[SettingsTree | N
     found = [chosen] if chosen is not None else step_folders(folder / "checkpoints")
     checkpoints = [marker for marker in (one / COMPLETE for one in reversed(found)) if marker.is_file()]
     for marker in checkpoints:
-        with suppress(OSError):  # of one that storage does not give the start says so
+        with suppress(OSError):  # the start says so where storage does not give it
             is_complete(marker.parent)  # raises where a later version has written it
         try:
             saved = yaml.safe_load(meta_of(marker.parent)["config"])

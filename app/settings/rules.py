@@ -182,10 +182,10 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
 def check_more_than_first(
     model: ModelConfig, data: DataConfig, begun: int = 0, before: DataConfig | None = None, most: int = 0
 ) -> None:
-    """A transformer that starts from a picture is trained on clips that go on from it. For what comes after the first
-    `begun` steps, which an earlier start has made: a run whose pictures are over goes on, and is sampled and exported.
-    So does one whose pictures end no later than `before`, at its last start, where it has once come to that end with
-    the `most` steps that it has ever had: steps that a crash has cost come again.
+    """A transformer that starts from a picture is trained on clips that go on from it. Segments with pictures that are
+    over are no fault: those that end within the first `begun` steps, which earlier starts have made, or no later than
+    the ones that ended in `before`, the data of the last start, within the `most` steps that the run has ever had: a
+    crash may have cost some of these.
     """
     if not model.dit.starts_from_image:
         return
@@ -433,8 +433,8 @@ _OTHER = {True: ("cpu",), False: ("cuda",)}  # workers.device that a table is no
 
 
 def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig) -> None:
-    """Backends that work on no machine with these settings. What a worker's device lacks, the worker says when it
-    starts."""
+    """The attention backend works on some machine with these settings. What a worker's device lacks, the worker says
+    when it starts."""
     setting = model.dit.attention
     if isinstance(setting, AttentionTable) and workers.device in _OTHER[setting.on_cuda]:
         raise ConfigError(

@@ -15,7 +15,7 @@ from ops.whole_file import write_whole
 CONFIG = "config.yaml"
 LORA = "lora"  # in the run's folder: files of the factors, in a folder for each checkpoint
 LORA_SCRATCH = ".lora"  # beside it, while a run goes on: files that are not whole, links to checkpoints that wait
-LORA_STOPPED = "stopped"  # in that: a run has been asked to end that waits for the last files
+LORA_STOPPED = "stopped"  # in that: a run that waits for its last files has been asked to end
 
 
 def run_dir(config: RunConfig) -> Path:
