@@ -129,8 +129,8 @@ def _shape(shape: list[int] | None) -> str:
 
 
 def _state_of(config: RunConfig, earlier: Path | None) -> tuple[Path | None, Meta]:
-    """The checkpoint that a resume goes on from, as far as its meta.json tells, and that. One in which a byte of that
-    has changed is passed over, as the start does."""
+    """The checkpoint that a resume goes on from, as far as its meta.json tells, and that file. A checkpoint with a
+    damaged meta.json is passed over, as the start does."""
     with suppress(OSError):  # what storage does not give now the start looks for again
         for folder in [earlier] if earlier is not None else reversed(step_folders(root_of(run_dir(config)))):
             if is_complete(folder):  # raises LaterFormat

@@ -106,7 +106,7 @@ class ClusterFile:
         return [(str(worker), factor) for worker, factor in enumerate(self.speed)]
 
     def cluster(self, precision: ProductPrecision = "bfloat16") -> Cluster:
-        """With devices as fast as their products in this precision, in which plans take the slowest of them."""
+        """The cluster with devices as fast as their products in this precision; the slowest counts as 1."""
         tables = [device_speed(name) for name in self.devices]
         known = [table for table in tables if table is not None]
         slowest = min((table.peak_tflops(precision) for table in known), default=0.0)

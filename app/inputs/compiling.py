@@ -28,7 +28,7 @@ def with_compiling(config: RunConfig, folder: Path | None = None) -> tuple[RunCo
 
 
 def with_compile(config: RunConfig, compiled: bool) -> RunConfig:
-    """The config with this for `auto`."""
+    """The config with compiled blocks, or with blocks as written."""
     return replace(config, model=compiling(config.model, compiled))
 
 
@@ -61,10 +61,7 @@ def _decided(config: RunConfig) -> tuple[bool, str]:
     profile = load_profile(path)
     found, measured_on = profile.both_ways, "" if profile.setting is None else profile.setting.device
     if found is None:
-        return (
-            False,
-            f"profile {path} does not say how long cascades take both ways (heddle profile --fresh)",
-        )
+        return False, f"profile {path} does not say how long cascades take both ways (heddle profile --fresh)"
     if measured_on and (measured_on == "cpu") != (device == "cpu"):
         return False, f"profile {path} is of device {measured_on}, and workers compute on {device}"
     if why := other_torch(found):

@@ -52,7 +52,7 @@ def parse_codes(text: str) -> tuple[DataCode, ...]:
 
 
 def workers_of(text: str) -> int:
-    """Those that load once what the codes say. Raises ConfigError."""
+    """The number of workers that load once what the codes say. Raises ConfigError."""
     return sum(code.workers for code in parse_codes(text))
 
 

@@ -38,7 +38,7 @@ class MemoryView:
     nodes: int = 1
     host: HostNeed | None = None  # of the node with the most workers; None where its memory is the device
     host_gib: float = 0.0  # of each node; 0: unknown
-    fetched: FetchedWeights = ON_DEVICE  # what passes copy from there
+    fetched: FetchedWeights = ON_DEVICE  # weights that passes copy from host memory
 
     @property
     def room_gib(self) -> float | None:
@@ -161,7 +161,7 @@ def _host_need(
 
 
 def _aside_gib(config: RunConfig, found: MemoryForecast) -> float:
-    """What a sample takes that is made beside the run."""
+    """Host memory of a sample that is made beside the run."""
     if not makes_samples(config):
         return 0.0
     return aside_gib(found.state_gib, found.state_bytes, found.parameter_bytes, gpu=True)

@@ -129,8 +129,8 @@ CHANGES = (  # the smallest first
 def advice(
     setup: TrainedSetup, fits: Callable[[TrainedSetup], bool], fewest: Callable[[TrainedSetup], int | None]
 ) -> str:
-    """One sentence: the changes with which it fits, each of them enough; pairs only where no single one is. `fits` asks
-    for as many workers as there are, `fewest` for how many more it takes, at most `MOST_WORKERS`."""
+    """One sentence: the changes with which it fits, each of them enough; pairs only where no single one is. `fits` says
+    whether a setup fits the workers that there are, `fewest` on how many it would, at most `MOST_WORKERS`."""
     made = [(change, changed) for change in CHANGES if (changed := change.made(setup)) is not None]
     more = fewest(setup)
     found = [counted(more, "worker")] if more is not None else []
