@@ -210,8 +210,7 @@ def _taken(aside: Path) -> tuple[int, int]:
 
 
 def lora_bytes(config: RunConfig, dit: DiTConfig) -> int:
-    """What the files of the factors of `dit` take in the end: for Diffusers and ComfyUI, of all checkpoints; but for
-    their headers."""
+    """What the LoRA files of all checkpoints take in the end, for Diffusers and ComfyUI, but for their headers."""
     form = config.checkpoint.lora_files
     if form == "off" or not dit.lora_rank:
         return 0
@@ -222,7 +221,7 @@ def lora_bytes(config: RunConfig, dit: DiTConfig) -> int:
 
 
 def _encoders(model: ModelConfig, device: str) -> str:
-    """What they compute in."""
+    """What encoders compute in."""
     if model.vae.kind == "haar":
         vae = "haar codec"
     else:
@@ -233,14 +232,14 @@ def _encoders(model: ModelConfig, device: str) -> str:
 
 
 def _unneeded(config: RunConfig) -> str:
-    """Which of them no worker loads."""
+    """Which encoders no worker loads; "" where all are loaded."""
     parts = {"text": "text encoder", "vae": "VAE"}
     names = [parts[module] for module in spared(config).encoders]
     return f"; {' and '.join(names)} not loaded (data.cache.only)" if names else ""
 
 
 def _gradients(config: RunConfig, weights: int, device: str) -> str:
-    """Where they lie and what they take."""
+    """Where gradients lie and what they take."""
     possible = dict.fromkeys(one.gradients for one in config.train.places(weights, device))
     place = {
         "own": "on each worker",
@@ -270,7 +269,7 @@ def _alone_line(plan: Plan, inputs: PlanInputs) -> str:
 
 
 def _lasts(seconds: float) -> str:
-    """In the unit that a person would take."""
+    """A length of time in the unit that a person would take."""
     if seconds < MOST_SECONDS:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.1f} minutes" if seconds < 60 * MOST_MINUTES else f"{seconds / 3600:.1f} hours"

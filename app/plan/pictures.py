@@ -23,10 +23,10 @@ ROW_INCHES, MAX_INCHES = 0.22, 40.0
 LABEL_SHARE = 0.02  # a bar that takes a smaller share of the time axis has room for no label
 LABEL_MARGIN = 4.0  # pixels
 
-Buckets = Mapping[tuple[int, str], Item]  # items by step and id
+Items = Mapping[tuple[int, str], Item]  # items by step and id
 
 
-def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buckets) -> None:
+def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Items) -> None:
     """One chart per plan, one row per GPU, all on the same time axis; red lines end the steps, grey ones the nodes.
     A bar has a label where that fits into it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -88,7 +88,7 @@ def write_gantt(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buck
 
 
 def _fit(text: Text, bar: Rectangle) -> None:
-    """In one line, in several, or not at all."""
+    """Show the label in one line, in several, or not at all."""
     room = bar.get_window_extent()
     for shown in (text.get_text(), text.get_text().replace(" ", "\n")):
         text.set_text(shown)
@@ -98,7 +98,7 @@ def _fit(text: Text, bar: Rectangle) -> None:
     text.remove()
 
 
-def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Buckets, text: str) -> None:
+def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Items, text: str) -> None:
     """The same as one self-contained HTML page."""
     parts = [f"<h1>Plan</h1><section><pre>{escape(text)}</pre></section>"]
     for plan in plans:
@@ -143,13 +143,13 @@ def _runs(workers: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def label(cascade: Cascade, items: Buckets) -> str:
+def label(cascade: Cascade, items: Items) -> str:
     """What runs: `129f b1 sp8` is 129 frames, batch 1, 8 GPUs; frames of all items where they differ."""
     frames = dict.fromkeys(items[cascade.step, part.item].frames for part in cascade.parts)
     return f"{'+'.join(map(str, frames))}f b{cascade.batch} sp{cascade.degree}"
 
 
-def _bar(cascade: Cascade, items: Buckets) -> Bar:
+def _bar(cascade: Cascade, items: Items) -> Bar:
     shapes = dict.fromkeys(
         (item.frames, item.height, item.width) for part in cascade.parts for item in [items[cascade.step, part.item]]
     )
