@@ -15,7 +15,7 @@ class ChunkLimit:
         self._slowest_s: dict[float, float] = {}  # of one clip, by its work
 
     def seconds(self, clips: int, work: float = 1.0) -> float:
-        """That workers may take for this number of clips."""
+        """Seconds that workers may take for this number of clips."""
         known = [took_s * max(1.0, work / of) ** 2 for of, took_s in self._slowest_s.items()]
         return _BESIDE_S + _FACTOR * clips * max(known) if known else _FIRST_S
 

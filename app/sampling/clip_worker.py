@@ -65,7 +65,7 @@ class ClipJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipWork:
-    """What a worker makes of prompts of one kind: all but their texts and seeds is the same."""
+    """What a worker makes of prompts of one kind: all but their texts, seeds and pictures is the same."""
 
     settings: ClipSettings
     seeds: tuple[int, ...]
@@ -78,7 +78,7 @@ class MadeClip:
 
     mp4: bytes
     shown: np.ndarray
-    seconds: float = 0.0  # that its worker computed for it, of those for all clips that it made together
+    seconds: float = 0.0  # that its worker computed for it: a share of those for the clips that it made together
 
 
 class ClipWorker:

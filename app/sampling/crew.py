@@ -160,7 +160,7 @@ class EncodedJob:
         wanted: Sequence[int],
         max_losses: int,
     ) -> EncodedJob:
-        """With the prompts of these numbers. Raises as `ClipCrew.encode`."""
+        """The prompts of the numbers `wanted`, encoded. Raises as `ClipCrew.encode`."""
         given, settings = [prompts[index] for index in wanted], crew.job.settings.of_each(prompts)
         pictures = [first[index] for index in wanted] if first else []
         groups = groups_of(given, crew.job.settings, pictures)

@@ -185,14 +185,14 @@ class LiveSamples:
 
     @cached_property
     def _config(self) -> RunConfig:
-        """The run's, its model resolved."""
+        """The run's config, its model resolved."""
         from ops.models.folders import resolve
 
         return replace(self._given, model=resolve(self._given.model)[0])
 
     @cached_property
     def _texts(self) -> KeptTexts | None:
-        """Those of a run that takes its texts from a cache."""
+        """The texts of prompts, for a run that takes its texts from a cache."""
         from actors.pool.workers import uses_gpu
         from app.inputs.items import cache_of
         from app.sampling.kept_texts import kept_texts

@@ -115,7 +115,7 @@ class SavedModel:
         )
 
     def transformer(self, config: RunConfig, device: torch.device) -> nn.Module:
-        """What was trained, both of two experts, by the settings `config` for this device."""
+        """The trained transformer, or both where two experts were trained, by the settings `config` for this device."""
         trained, trains = config.model.dit, self.trained is not None
         trained = replace(trained, lora_from=None) if trains else trained
         dtype = weights_dtype(config.train, device)
@@ -348,7 +348,7 @@ def of_folder(config: RunConfig, folder: Path) -> ModelConfig:
 
 
 def _for_device(config: RunConfig, device: torch.device) -> ModelConfig:
-    """The model of a run. An attention backend that this device lacks becomes `auto`, and a note says so."""
+    """The run's model, not compiled. An attention backend that this device lacks becomes `auto`; a note says so."""
     model = replace(config.model, dit=replace(config.model.dit, compile=False))  # clips are few
     dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
     try:

@@ -93,7 +93,7 @@ def _guidance(folder: Path, index: Json) -> dict[str, object]:
 
 
 def _flow(recipe: TrainingRecipe, scheduler: Json, first_frame: float) -> FlowConfig:
-    """The shift of the scheduler (of diffusion, which nothing reads), or where there is none that of the training."""
+    """The times and the shift of the scheduler; without a shift there that of the training. Diffusion reads none."""
     shift = shift_of(scheduler) or recipe.flow
     times = scheduler.get("num_train_timesteps", 1000)
     return FlowConfig(first_frame=first_frame, num_train_timesteps=times, **shift)  # type: ignore[arg-type]

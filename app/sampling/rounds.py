@@ -51,7 +51,7 @@ class CheckpointRounds(Generic[Work, Made]):
         self._wanted: list[Work] = []
 
     def put(self, due: CheckpointRound[Work, Made]) -> CheckpointRound[Work, Made] | None:
-        """It begins, or waits. Returns the one that waited until now, and does so in vain."""
+        """The round begins, or waits. Returns the one that waited until now, which is dropped for it."""
         due.since = time.monotonic()
         late, self.next = self.next, due
         if late is not None:

@@ -242,7 +242,7 @@ def _with_words(name: str, prompts: Sequence[str]) -> str:
 
 
 def _short(name: str) -> str:
-    """One that leaves room for words; cut, it ends in a digest, as others may begin with the same."""
+    """A name that leaves room for words; one that is cut ends in a digest, as others may begin alike."""
     most = _NAME_BYTES * 2 // 3
     return name if len(os.fsencode(name)) <= most else f"{_cut(name, most - _DIGEST - 1)}-{_digest(name)}"
 

@@ -134,7 +134,7 @@ class _Apart:
         self._occupancy = Occupancy()
 
     def make(self) -> Occupancy:
-        """All that the queue has. Raises what a worker raised, and CrewError."""
+        """Make all that the queue has. Raises what a worker raised, and CrewError."""
         for _ in range(self._crew.size):
             self._hire()
         while self._queue.unfinished:
@@ -192,7 +192,7 @@ class _Apart:
         return self._limit.seconds(len(chunk), self._encoded.work(chunk))
 
     def _end(self, answer: Ref[list[MadeClip] | None]) -> None:
-        """Its worker hangs: it is ended, and replaced like one that has died."""
+        """The worker that owes this answer hangs: it is ended, and replaced like one that has died."""
         handle, chunk = self._busy.pop(answer)
         seconds = time.monotonic() - self._since.pop(answer)
         kill(handle)
@@ -226,7 +226,7 @@ class _Apart:
 def _make_together(
     crew: ClipCrew, queue: PromptQueue, encoded: EncodedJob, keep: Keep, tell: Callable[[str], None]
 ) -> None:
-    """All that the queue has, each clip by all workers; they begin anew when one of them dies. Raises as `_Apart`."""
+    """Make all that the queue has, each clip by all workers; they begin anew when one dies. Raises as `_Apart`."""
     import ray
 
     limit = ChunkLimit()

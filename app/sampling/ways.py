@@ -66,7 +66,8 @@ def most_members(dit: DiTConfig, grid: tuple[int, int, int]) -> int | None:
 def legal_sizes(
     workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int], halves: Halves = "auto"
 ) -> list[tuple[int, int]]:
-    """(bags, workers of each) that all but one worker, at most, can be. Ranks share no head of attention by blocks."""
+    """Ways, as (bags, workers of each), in which at most one worker has no place. Attention by blocks deals out whole
+    heads."""
     sizes = [(1, workers)] if halves != "always" or not has_two_branches(dit, sampler) else []
     if halves != "never" and has_two_branches(dit, sampler) and workers > 1:
         sizes.append((2, workers // 2))
