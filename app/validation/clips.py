@@ -58,7 +58,7 @@ def held_out_clips(config: RunConfig, geometry: Geometry, cache: ItemCache | Non
 
 
 def held_out_items(config: RunConfig, geometry: Geometry) -> list[DataItem]:
-    """The same as items of the data layer, each of one clip."""
+    """The clips of `held_out_clips` as items of the data layer, each of one clip."""
     wanted = config.validation.clips
     dataset = Dataset.open(held_out_data(config), geometry, SEED)
     usable = sum(int((population.shape >= 0).sum()) for population in dataset.planner.populations)

@@ -197,7 +197,7 @@ class LiveHeldOut:
 
     @cached_property
     def _cache(self) -> ItemCache | None:
-        """That of a run which takes its own results from it."""
+        """The run's cache, where it takes its own encode results from that."""
         from actors.pool.workers import uses_gpu
         from app.inputs.items import cache_of
 

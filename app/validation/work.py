@@ -62,7 +62,7 @@ class ClipLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipLosses:
-    """Those of some clips. Of a bucket that is left out there are none, and no clip counts as unread."""
+    """Losses of some clips. A bucket that is left out has none of them, and no clip that counts as unread."""
 
     losses: tuple[ClipLoss, ...]
     unread: tuple[str, ...] = ()  # the buckets of clips that could not be decoded
@@ -70,7 +70,7 @@ class ClipLosses:
 
     @staticmethod
     def together(parts: Sequence[ClipLosses], no_room: Mapping[str, str]) -> ClipLosses:
-        """Those of all parts; buckets that one of them leaves out, or that `no_room` has, are left out of all."""
+        """The losses of all parts; buckets that one part leaves out, or that `no_room` has, are left out of all."""
         left_out = dict(no_room)
         for part in parts:
             left_out = {**part.no_room, **left_out}
@@ -98,14 +98,14 @@ class KeptClips:
 
     @staticmethod
     def over(cache: ItemCache, clips: Sequence[HeldOutClip], modules: tuple[Module, ...]) -> KeptClips:
-        """Those of these clips."""
+        """Where the results of these clips are."""
         buckets = {clip.bucket: clip.job.bucket for clip in clips}
         shapes = {(module, name): cache.shape(module, one) for name, one in buckets.items() for module in modules}
         spared = all(module in modules for module in cache.encoders.see_pixels)
         return KeptClips(cache=cache.cache.config, modules=modules, shapes=shapes, spares_pixels=spared)
 
     def of(self, clip: HeldOutClip) -> dict[Module, Tensor]:
-        """What there is of a clip. Raises BadSample where one is missing, DataIOError where storage fails."""
+        """The results of a clip. Raises BadSample where one is missing, DataIOError where storage fails."""
         assert clip.kept is not None, "it was named when the clips were found"
         store, found = Cache(self.cache), dict[Module, Tensor]()
         for module in self.modules:
@@ -202,7 +202,7 @@ class HeldOutPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutWork:
-    """The same at a checkpoint of a live run, as an aside."""
+    """A `HeldOutPart` at a checkpoint of a live run, as an aside."""
 
     folder: str  # of the checkpoint; "": the weights that the run begins with
     step: int
@@ -271,7 +271,7 @@ class _EncodedClip:
         )
 
     def loss(self, draw: int) -> ClipLoss:
-        """At the noise level of this draw, of the expert that it falls to."""
+        """The loss at the noise level of this draw, by the expert that it falls to."""
         model, flow, key = self.modules.config, self.train.flow, self.clip.key
         frame = FirstFrame.of(model)
         clean = clean_frames(frame, flow, SEED, draw, key, self.grid)
