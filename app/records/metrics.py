@@ -186,7 +186,7 @@ class Metrics:
         self._steps.sync()
 
     def newest_line(self) -> tuple[int, int] | None:
-        """Also of an earlier writer's."""
+        """(step, generation) of the newest line, also of an earlier writer's; None without one."""
         return newest_line(self._folder)
 
     def quiet(self) -> list[RunEvent]:
@@ -247,7 +247,7 @@ def _offset_of(path: Path, step: int) -> int:
 
 
 def spread_of(values: Iterable[float]) -> dict[str, float]:
-    """Least, median and most of what more workers have than a chart can show."""
+    """Least, median and most, for figures of more workers than a chart can show."""
     ranked = sorted(value for value in values if not math.isnan(value))
     return {"least": ranked[0], "median": median(ranked), "most": ranked[-1]} if ranked else {}
 

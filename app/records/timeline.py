@@ -166,7 +166,7 @@ class _Bar:
 
 
 def _bars(window: StepWindow) -> Iterator[_Bar]:
-    """Those of a step, and its own."""
+    """Bars of the spans of a step, and of the step itself."""
     for span in window.spans:
         line = span.line()
         details = {key: value for key in DETAILS if (value := line.get(key)) is not None and value == value}  # no NaN
@@ -194,7 +194,7 @@ def _bars(window: StepWindow) -> Iterator[_Bar]:
 
 
 def _begin_of(window: StepWindow) -> float:
-    """Its own, or that of its first span in old files, which have none of steps."""
+    """When the step began; in old files, which do not have that, when its first span did."""
     start = window.times.start
     return min(span.start for span in window.spans) if math.isnan(start) else start
 
@@ -206,8 +206,8 @@ class _Lanes:
         self._ends: dict[tuple[int, int], list[int]] = {}  # of a group and a kind: where each lane's last bar ends
 
     def entries(self, bar: _Bar, origin: float) -> Iterator[JsonObject]:
-        """Its slice, in whole microseconds, so that those which touch do so to the last bit, and the name of its lane
-        where that is new; nothing where a plan's lanes are all taken."""
+        """The slice of a bar, in whole microseconds, so that slices which touch do so to the last bit, and the name of
+        its lane where that is new; nothing where a plan's lanes are all taken."""
         start = round((bar.start - origin) * 1e6)
         end = max(start, round((bar.end - origin) * 1e6))
         ends = self._ends.setdefault((bar.pid, bar.kind), [])

@@ -24,7 +24,7 @@ class SampleFiles:
 
     @classmethod
     def of(cls, folder: Path, names: Sequence[str]) -> SampleFiles:
-        """Those of an event of the run in this folder: the sheet is the last one, its prompts lie beside."""
+        """The files that an event of the run in this folder names: the sheet is the last, its prompts lie beside it."""
         *clips, sheet = (folder / name for name in names)
         prompts = json.loads(sheet.with_suffix(".json").read_text(encoding="utf-8"))
         return cls(clips=tuple(clips), prompts=tuple(map(str, prompts)), sheet=sheet)

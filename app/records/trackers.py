@@ -93,8 +93,8 @@ class TensorBoardTracker:
             time.sleep(0.05)
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
-        """One record for all: of one each, frame, time and step would be 30 bytes beside the 30 of a tag and its
-        value."""
+        """One record for all values: in records of their own, frame, time and step would take 30 bytes beside the 30 of
+        each tag and value."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = list(scalars)
@@ -259,7 +259,7 @@ class MlflowTracker:
         return True
 
     def _tell(self, config: Mapping[str, object]) -> None:
-        """The settings that it does not have, as where it stopped to answer; it takes no other value for one."""
+        """Send the settings that the server lacks, as where it stopped to answer; it takes no second value for one."""
         from mlflow.entities import Param
 
         told = self._client.get_run(self._run).data.params
@@ -367,7 +367,7 @@ class Trackers:
         self._all(lambda tracker: None)
 
     def quiet(self) -> dict[str, str]:
-        """Why nobody sees them, of those that did not open, and of those that lack something for it."""
+        """Why nobody sees a tracker, by its name: it rests since it has failed, or lacks something for it."""
         why = {name: tracker.quiet for name, tracker in self._open.items() if tracker is not None and tracker.quiet}
         left = {name: f"it takes nothing for now ({one.why})" for name, one in self._rests.items()}
         return why | left
