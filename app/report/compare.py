@@ -246,7 +246,7 @@ def loss_difference(first: ComparedRun, other: ComparedRun) -> LossDifference:
 
 
 def _together(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Places of the same step; both are in order."""
+    """Pairs of places that hold the same step; both are in order."""
     one = other = 0
     while one < len(ones) and other < len(others):
         if ones[one] == others[other]:

@@ -34,7 +34,7 @@ from app.report.figures import Curve, RunningMean, Values, mean_of
 from ops.counted import by_numbers
 from ops.geometry import PixelShape
 
-MAX_GENERATIONS = 100  # listed from the start and from the end of the run
+MAX_GENERATIONS = 100  # listed from the start of the run, and as many from its end
 MAX_SLOW = 8
 MAX_DEVIATIONS = 12
 MAX_ENVIRONMENTS = 12  # the newest
