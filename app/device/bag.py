@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 START_S = 600.0  # imports and weights of all members, on a busy machine
 ANSWER_S = 600.0  # of one run of a cascade
 _CAUSE_S = 5.0  # a member that fails may be one that another has left, which says why a moment later
-_END_S = 30.0  # of a killed member, whose driver takes its memory apart
+_END_S = 30.0  # that a killed member may take to end, as the driver frees its memory
 _WARM_UP = 1
 
 Order = (

@@ -181,7 +181,7 @@ class Bench:
             self._gradients = None
 
     def _let_go(self, gradients: Gradients) -> None:
-        """Release its memory, when no member of the bag writes into it any more. Collective."""
+        """Release the memory of gradients, when no member of the bag writes into it any more. Collective."""
         from ops.update.node_sum import meet
 
         gradients.leave()
@@ -245,7 +245,6 @@ class Bench:
         (pixels and captions come from the feeder)."""
         make: Callable[[ProfiledShape], Callable[[], object]] = getattr(self, f"_{module}")
         given = None if module == "dit" else make(shape)
-        need_gib = None
         self._room_gib = self.meter.start()
         try:
             work = given or make(shape)

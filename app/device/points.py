@@ -23,7 +23,7 @@ _NEAR = 0.05  # of the largest batch that ran: nearer to the smallest that did n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledShape:
-    """One cascade to time."""
+    """The samples of a cascade that is timed."""
 
     batch: int
     bucket: Bucket
@@ -36,7 +36,7 @@ class ProfiledShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfilePoint:
-    """A cascade to measure."""
+    """A cascade to measure: of which module, on which samples, in which bag."""
 
     module: Module
     shape: ProfiledShape
@@ -144,7 +144,7 @@ class PointTimes:
     seconds: tuple[float, ...]
     need_gib: float | None = None
     gathered_bytes: int = 0  # encode results that a member got from the others of its bag in each run
-    gathered_s: float = 0.0  # of each run for it, median
+    gathered_s: float = 0.0  # that a run took for that, median
 
     @property
     def median(self) -> float:

@@ -19,7 +19,7 @@ _JITTER_S = 1e-3  # unless they differ by less than this
 
 
 def summary_lines(profile: Profile, model: ModelConfig) -> Iterator[str]:
-    """All that it says, in the order of a plan: cascades, what is beside them, limits, memory, what to doubt."""
+    """All lines, in the order of a plan: cascades, what is beside them, limits, memory, what to doubt."""
     for module in MODULES:
         if fit := profile.model_of(module):
             told = fit.unseen is not None or not fit.poor
