@@ -4,10 +4,10 @@
     heddle export --checkpoint runs/my-lora --to out --lora-only --dtype bfloat16
 
 `transformer/` holds the EMA weights, as `heddle sample` shows them, or with `--no-ema` the trained ones; those of a
-LoRA run are merged, and its factors lie in `pytorch_lora_weights.safetensors`. The
-frozen parts come from `base`, or from the folders that the run itself used, by hard link where the file system allows.
-With `--lora-only` the files of the factors are all that is written, and no other weights are read.
-What is written appears under its name only when the comparison has passed.
+LoRA run are merged, and its factors lie in `pytorch_lora_weights.safetensors`. The frozen parts come from `base`, or
+from the folders that the run itself used, by hard link where the file system allows. With `--lora-only` the files of
+the factors are all that is written, and no other weights are read. What is written appears under its name only when the
+comparison has passed.
 
 A transformer is in memory once, in fp32 at most: each weight is merged and rounded by itself, what was written is
 compared with it, and then that is dropped before Diffusers loads its own.
@@ -182,7 +182,7 @@ def _origin(folder: Path, ema: bool, averaged: bool) -> str:
 def _fill(
     work: Path, folder: Path, config: RunConfig, base: Path | None, dtype: torch.dtype, ema: bool
 ) -> ExportResult:
-    """Everything; the model of `config` is resolved."""
+    """Write and compare a whole pipeline in `work`; the model of `config` is resolved."""
     dit = config.model.dit
     parts = frozen_parts.collect(work, config, base)
     averaged = ema and config.train.optimizer.ema_decay > 0
@@ -275,7 +275,7 @@ def _trained(dit: DiTConfig, seed: int, folder: Path, ema: bool) -> Iterator[dic
 
 
 def _below(state: dict[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Those whose names begin with `part`, without it, and no longer in `state`."""
+    """Take the weights whose names begin with `part` out of `state`, by their names without it."""
     return {name.removeprefix(part): state.pop(name) for name in list(state) if name.startswith(part)}
 
 

@@ -241,7 +241,7 @@ def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
 
 
 def _pipeline(dit: DiTConfig) -> type:
-    """Diffusers' class."""
+    """Diffusers' class of the pipeline."""
     import diffusers
 
     found: type = getattr(diffusers, FAMILIES[dit.architecture].pipeline_class(dit))
@@ -249,7 +249,7 @@ def _pipeline(dit: DiTConfig) -> type:
 
 
 def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
-    """Euler with the shift and the sigmas of `heddle sample`."""
+    """That of `heddle sample`: Euler with its shift and sigmas, or DDIM for a transformer trained by diffusion."""
     import diffusers
 
     flow = config.sample.flow_of(config.train.flow)

@@ -326,7 +326,7 @@ def _sync(folder: Path) -> None:
 
 
 def _put(made: Path, target: Path, before: Path) -> None:
-    """The folder under its name; what was there is `before`."""
+    """Give the folder its name; what had that name before is moved to `before`."""
     with suppress(FileNotFoundError):
         target.rename(before)
     made.rename(target)

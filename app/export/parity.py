@@ -47,7 +47,7 @@ def compare_files(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also of numbers that are none."""
+    """Whether shape, dtype and bits are equal, NaNs among them."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     bits, others = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
@@ -85,7 +85,7 @@ def compare_forward(reference: nn.Module, config: DiTConfig, where: str) -> floa
     output, in fp32. Raises CheckpointError above TOLERANCE. `reference` is in fp32 afterwards, and its weights are in
     memory once."""
     module = dit_skeleton(config)
-    for tensor in (*reference.parameters(), *reference.buffers()):  # as .float(), whose holes the heap would keep
+    for tensor in (*reference.parameters(), *reference.buffers()):  # .float() would leave holes that the heap keeps
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
             give_back()

@@ -2,11 +2,10 @@
 
     heddle convert wan2.1_t2v_1.3B_bf16.safetensors --config configs/models/wan2.1-1.3b.yaml --to models/wan2.1-1.3b
 
-They come from one file, or from shards: by their folder, their index, or any of them.
-Names are those that Diffusers' own converter makes of the file's: of Wan, SkyReels-V2, HunyuanVideo, FLUX.1, LTX-Video,
-LTX-2 and Mochi.
-A file that has the names of Diffusers already keeps them. Sizes come from the config; every weight must fit. Of a file
-that holds more than the transformer the rest is left out.
+They come from one file, or from shards: by their folder, their index, or any of them. Names are those that Diffusers'
+own converter makes of the file's: of Wan, SkyReels-V2, HunyuanVideo, FLUX.1, LTX-Video, LTX-2 and Mochi. A file that
+has the names of Diffusers already keeps them. Sizes come from the config; every weight must fit. Of a file that holds
+more than the transformer the rest is left out.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ops.typed import ConfigError
 from ops.whole_file import write_whole
 
 _HIDDEN = ".heddle-export"  # and who made it
-_MOVING = ".moving.json"  # in a hidden folder while its entries are moved up: which were, and which one is
+_MOVING = ".moving.json"  # in a hidden folder while its entries are moved up: those so far, and the one under way
 _MARKED = re.compile(re.escape(_HIDDEN) + r"-([0-9a-f]{8,})-([A-Za-z0-9-]*)-([0-9a-f]{6})-[0-9a-f]{6}$")
 _DEAD_S = 86400.0  # no export takes as long: what another machine has begun so long ago was killed there
 
