@@ -25,7 +25,7 @@ GPUS_S = 180.0
 TALK_S = 180.0
 TALK_BYTES = 256 << 20
 _LATE = "no answer within"
-_GIVEN_S = 1.0  # for what was answered long ago, where it was
+_GIVEN_S = 1.0  # for answers that have come long ago, if they come at all
 _CLOCKS = 3  # calls, of which the fastest says most of the clock
 
 T = TypeVar("T")
