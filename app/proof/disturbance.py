@@ -182,7 +182,7 @@ def _generations(run: Path) -> list[GenerationFormed]:
 
 @lru_cache(maxsize=1)
 def _generations_in(run: Path, size: int) -> list[GenerationFormed]:
-    """Those in its events, which are read again when they have another size."""
+    """The generations in the run's events, which are read again when they have another size."""
     return [event for event in RunDir.open(run).events() if isinstance(event, GenerationFormed)]
 
 

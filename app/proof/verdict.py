@@ -86,14 +86,14 @@ class Verdict:
 
     @property
     def other_weights(self) -> bool:
-        """What no loss has seen: the last update, or what was exported of it, is another."""
+        """Whether the last update, or what was written after it, is another, which no loss has seen."""
         if not self.length <= LENGTH * math.sqrt(max(len(self.calm.steps), 1)):
             return True
         return abs(self.along) > ALONG[self.products] or not self.moments <= MOMENTS[self.products]
 
     @property
     def odd_steps(self) -> list[int]:
-        """Those that one run lacks, or has twice."""
+        """Steps that one run lacks, or has twice."""
         found = Counter(self.disturbed.steps)
         return sorted(step for step in {*self.calm.steps, *found} if found[step] != self.calm.steps.count(step))
 
@@ -192,7 +192,7 @@ def weights_apart(one: Path, other: Path, optimizer: OptimizerConfig, lr: float,
 
 
 def _share(size: float, of: float) -> float:
-    """Infinite where something stands beside nothing."""
+    """`size` as a share of `of`; infinite where that alone is 0."""
     return size / of if of else math.inf if size else 0.0
 
 
