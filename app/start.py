@@ -53,7 +53,7 @@ def be_in_utf8() -> None:
 
 
 def _command_line() -> list[bytes]:
-    """That of this process, byte for byte: not each locale writes what it has read as it was."""
+    """The words that started this process, byte for byte: not each locale writes what it has read as it was."""
     with suppress(OSError), open("/proc/self/cmdline", "rb") as file:
         return file.read().split(b"\0")[:-1]
     return [os.fsencode(word) for word in sys.orig_argv]

@@ -141,7 +141,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _lasting(hours: float) -> str:
-    """In the unit that a person would take."""
+    """A length of time in the unit that a person would take."""
     if hours >= 1:
         return f"{hours:,.1f} h"
     return f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"

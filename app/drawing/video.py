@@ -61,7 +61,7 @@ def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
 
 
 def mp4_of(video: np.ndarray, fps: float) -> bytes:
-    """The bytes of its file."""
+    """The bytes of a clip's MP4 file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "clip.mp4"
         write_mp4(path, video, fps)
