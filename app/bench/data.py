@@ -12,7 +12,7 @@ the ratio is also given without those services that take CPU by the second, what
 The clips are H.264 of the bit rate of real footage (2.2 Mbit/s at 720p), six seconds long, and the bucket is the one
 that Wan2.1 is trained with at 480p: 81 frames at 16 per second. The first batch, whose wait is that of a start, has
 fewer (`--first-bucket`); it is taken from a shard of `--first-mib`, on a Ray that has run a dataset before, without an
-index at hand. `--long` is the number of clips of the memory test.
+index at hand.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run(
     batch: Annotated[int, typer.Option(help="Clips of a batch.", min=1)] = 2,
     first_mib: Annotated[int, typer.Option(help="Size of a set whose first batch is timed; 0: none.", min=0)] = 1024,
     first_bucket: Annotated[str, typer.Option(help="What its clips are cut to.")] = "33x480x832",
-    long: Annotated[int, typer.Option(help="Samples of a set that is indexed; 0: none.", min=0)] = 10_000,
+    long: Annotated[int, typer.Option(help="Clips of the memory test; 0: none.", min=0)] = 10_000,
     folder: Annotated[str, typer.Option(help="Keeps the sets for the next time.")] = "",
     out: Annotated[Path | None, typer.Option(help="Markdown to write.")] = None,
     decoding: Annotated[bool, typer.Option(help="Whether decoders are compared.")] = True,

@@ -122,24 +122,24 @@ def _join(lab: Lab) -> float:
 
 def _snapshots(lab: Lab) -> SnapshotCost:
     """What the copy of the shard and its way to the keeper take of a step, and the same run without them."""
-    copies: dict[bool, list[float]] = {True: [], False: []}
+    step_s: dict[bool, list[float]] = {True: [], False: []}
     phase: list[float] = []
     for enabled in (True, False, True, False):
         run = lab.start(
             lab.config(
-                f"snapshots-{enabled}-{len(phase)}-{len(copies[enabled])}",
+                f"snapshots-{enabled}-{len(phase)}-{len(step_s[enabled])}",
                 train={"steps": 60},
                 workers={"min": 2, "max": 2},
                 snapshot={"enabled": enabled},
             )
         )
         run.join(600)
-        copies[enabled] += [m.step_s for m in run.metrics[10:]]
+        step_s[enabled] += [m.step_s for m in run.metrics[10:]]
         phase += [m.snapshot_s for m in run.metrics[10:] if enabled]
     return SnapshotCost(
         snapshot_s=statistics.median(phase),
-        step_with_s=statistics.median(copies[True]),
-        step_without_s=statistics.median(copies[False]),
+        step_with_s=statistics.median(step_s[True]),
+        step_without_s=statistics.median(step_s[False]),
     )
 
 

@@ -2,8 +2,8 @@
 
     with Lab(folder) as lab:
         lab.add_node(workers=2); lab.add_node(workers=1)
-        run = lab.start(lab.config("calm", steps=20))
-        run.wait_for_step(5); run.kill_worker()
+        run = lab.start(lab.config("losses", train={"steps": 20}))
+        run.wait_for_step(5); run.signal_worker()
         print(run.join().code, run.losses())
 
 The nodes are real raylets (ray.cluster_utils.Cluster), the workers real processes, the signals real signals.

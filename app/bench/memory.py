@@ -78,7 +78,7 @@ def _resident_mib(pid: int, kind: str) -> float:
 
 
 def object_store_mib() -> float:
-    """Bytes in the object stores of all nodes, from the raylets themselves; a node that has just died has none."""
+    """MiB in the object stores of all nodes, from the raylets themselves; a node that has just died has none."""
     import grpc
     from ray._private.internal_api import node_stats
 

@@ -1,7 +1,7 @@
 """`heddle bench planner`: plans against the published planners, as a Markdown table of figures and targets.
 
 heddle bench planner                             # all figures, about three minutes
-heddle bench planner --quick                     # half of the steps, small budgets
+heddle bench planner --quick                     # a third of the steps or fewer, fewer items
 heddle bench planner --counted --sets B-64gpu    # steps of one set, searched by counted work: the same on any machine
 """
 

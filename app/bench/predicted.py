@@ -162,7 +162,7 @@ def _executed(lab: Lab, name: str, config: RunConfig, workers: int) -> PlanCompa
 
 
 def foretold(name: str, workers: int, run: LabRun) -> PlanComparison:
-    """The second half of a run's steps."""
+    """Planned beside measured seconds in the second half of a run's steps."""
     late = run.metrics[len(run.metrics) // 2 :]
     cascades = ran_cascades(run.spans, {line.step for line in late})
     modules = sorted({one.module for one in cascades})
@@ -209,8 +209,7 @@ def ran_cascades(spans: Sequence[SpanRecord], steps: set[int]) -> list[RanCascad
 
 
 def again_errors(cascades: Iterable[RanCascade]) -> dict[str, list[float]]:
-    """By module, how far every cascade is off the median of the others that are the same, of those that ran at least
-    four times."""
+    """`off_median` of the work seconds of equal cascades that ran at least four times, by module."""
     alike: dict[tuple[object, ...], list[float]] = {}
     for one in cascades:
         alike.setdefault(one.alike, []).append(one.worked_s)
@@ -231,7 +230,7 @@ def off_median(seconds: Sequence[float]) -> list[float]:
 
 
 def off_alone(config: RunConfig) -> dict[str, float]:
-    """The same of the CPU seconds of a cascade of each module, again and again in this process, by module."""
+    """Median of `off_median` of the CPU seconds of a cascade repeated in this process, by module."""
     import torch
 
     from app.device.bench import Bench

@@ -5,7 +5,7 @@
     included, and the controller's cost per dispatched cascade. With --speed 10 the waits are ten times shorter.
 (b) A tiny model on two workers of this machine, mixed buckets: seconds per step and idle share of `cascade` against
     `static`, taken in turns so that both see the same noise.
-(m) With --memory-steps 500: resident sets and object-store use after 50 and after 500 short steps.
+(m) With --memory-steps 500: resident sets and object-store use after 50, 250 and 498 short steps.
 (h) With --host: memory that nodes take for the state of some 50 M weights, against what is asked of them.
 Part (c), the bookkeeping of sequence parallelism per layer, is `heddle bench ulysses`.
 """
@@ -70,7 +70,7 @@ class TimedExecutor(Executor):
 
 
 class TimedEncoding(Encoding):
-    """The same of encodes."""
+    """Encodes that wait as the cascades of `TimedExecutor` do."""
 
     def text(
         self, task: CascadeTask, captions: Sequence[str], pictures: Sequence[object] = (), ok: Sequence[bool] = ()

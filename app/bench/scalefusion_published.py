@@ -144,7 +144,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def best(clip: ClipSize, machines: int) -> Schedule:
-    """The shortest of all that the simulator tries."""
+    """The shortest schedule of all that the simulator tries."""
     return best_schedule(clip.frames, clip.positions, machines * GPUS, costs_of(clip, machines))
 
 
@@ -169,7 +169,7 @@ def _ulysses_runs() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingRow:
-    """One workload on 1, 2 and 4 machines: seconds of a forward."""
+    """One workload on a number of machines: seconds of a forward."""
 
     clip: ClipSize
     machines: int

@@ -42,12 +42,12 @@ class SoakResult:
     loss_difference: float
     deviating: str  # first step whose loss is not the undisturbed one's, with its weight of good samples
     equal_parameters: bool
-    computed_again: int  # steps that came twice, as a second loss struck before recovery from the first
+    computed_again: int  # steps lost, then computed again from a checkpoint
     recoveries: int
     recovery_median_s: float
     recovery_worst_s: float
-    rss_first_gib: float  # largest resident set of a worker after the first tenth of the steps
-    rss_last_gib: float
+    rss_first_gib: float  # largest resident set of a worker in the first tenth of the steps
+    rss_last_gib: float  # in the last step
     store_first_mib: float  # largest sum over all nodes after a fault, in the first quarter of the faults
     store_last_mib: float  # the same in the last quarter
     seconds: float

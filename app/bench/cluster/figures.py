@@ -23,7 +23,7 @@ class Aftermath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFigures:
-    """What a run has shown. Of steps in which the workers stayed the same, but for `elapsed_s`."""
+    """What a run has shown, of steps in which the workers stayed the same unless said otherwise."""
 
     workers: int
     nodes: int
@@ -45,7 +45,7 @@ class ClusterFigures:
     process_s: float  # CPU seconds of its process, Ray's threads included
     share: float  # of a step of 10 s: the process's seconds, without Ray the thread's
     rss_mib: float  # at the end
-    rss_growth_mib: float  # since the tenth step
+    rss_growth_mib: float  # since step 10
     form_s: float  # real seconds to form the first generation
     recovered: tuple[Aftermath, ...] = ()
     threads_s: Mapping[str, float] = field(default_factory=dict)  # `process_s` by the names of threads, most first
@@ -98,7 +98,7 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
 
 
 def _calm_steps(setup: Setup, generations: Sequence[int]) -> list[int]:
-    """Those in which the workers stayed the same, after the first of each generation; all, if there are none."""
+    """Steps in which the workers stayed the same, after the first of each generation; all, if there are none."""
     disturbed = {one.step for one in setup.disturbances}
     found = [
         n for n in range(SETTLED, setup.steps) if generations[n - SETTLED] == generations[n] and n - 1 not in disturbed

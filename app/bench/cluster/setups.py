@@ -113,8 +113,7 @@ def scaled_profile(speed: float) -> Profile:
 
 
 def workload(setup: Setup) -> list[list[Item]]:
-    """Items of every step: those of the published workload, or as many for four GPUs as it has, drawn from all of its
-    steps."""
+    """Items of every step: those of the published workload, or one for every four GPUs, drawn from all of its steps."""
     if setup.published:
         return [
             [replace(item, id=f"s{step}.{item.id}", cached=("text",)) for item in items]

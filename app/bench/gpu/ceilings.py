@@ -50,7 +50,7 @@ def matmul_tflops(place: Place, rows: int, inner: int, columns: int) -> float:
 
 
 def times_slower(earlier: Earlier) -> float:
-    """Than the H200 of all estimates, by what this device is worse at; 1 where it is not known, or faster."""
+    """How much slower this device is than the H200 of all estimates, at what it is worse at; 1 if unknown or faster."""
     copy, peak = copy_speed(earlier), matmul_peak(earlier)
     return max(1.0, H200_COPY / copy if copy else 1.0, H200_PEAK / peak if peak else 1.0)
 

@@ -107,7 +107,7 @@ def graphed(config: DiTConfig, place: Place) -> GraphedBlocks:
 
 
 def _pass(dit: PackedTransformer, call: PackedCall, sync: FlatSync) -> Callable[[], None]:
-    """With gradients of this pass alone."""
+    """A pass of a step of its own, so that the sum has its gradients alone."""
 
     def once() -> None:
         sync.begin_step()
@@ -194,7 +194,7 @@ def _thread_beside(device: torch.device) -> Iterator[None]:
 
 
 def _host_seconds(once: Callable[[], None], place: Place, repeats: int) -> float:
-    """Until a call has returned whose device was idle when it began: what a host needs to ask for it all."""
+    """Seconds until a call returns, begun on an idle device: what a host needs to ask for all of it."""
     found = []
     for _ in range(repeats):
         place.synchronize()

@@ -31,7 +31,7 @@ def blocks_that_fit(config: DiTConfig, clips: Sequence[PackedSequence], free: fl
 
 
 def kept_bytes(config: DiTConfig, clips: Sequence[PackedSequence]) -> float:
-    """What blocks keep of attention beside that, in half precision."""
+    """What blocks keep of attention beside `step_bytes` where it is kept, in half precision."""
     return config.kept_bytes(element_bytes=2) * sum(clip.tokens for clip in clips)
 
 

@@ -67,7 +67,7 @@ def run_all(
 ) -> Round:
     """Everything that `folder` does not hold yet by these versions (with `retry`: or holds as failed before the budget
     began), in the order given. What was left out is asked again: a package may have come, or memory. `end` ends this
-    process where a measurement finds none.
+    process where a measurement hangs.
 
     Raises TooLittleTime when nothing is there and nothing fits, OtherDevice when the folder is of another device.
     """

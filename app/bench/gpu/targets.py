@@ -13,7 +13,7 @@ LONG = 32_000  # tokens from which shares of the copy bandwidth are promised
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecidingFigure:
-    """The worst value that was measured, and the measurement that gave it."""
+    """The value that decides on a target, and the measurement that gave it."""
 
     value: float
     where: str
@@ -21,14 +21,14 @@ class DecidingFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """`worst` picks the value that decides, None where nothing was measured. `least`: the goal is a floor. `of_all`:
-    which measurements, by their names, have to be there before it is met."""
+    """`deciding` picks the value that decides, the worst or that of the best setting; None where nothing was measured.
+    `least`: the goal is a floor. `of_all`: which measurements, by their names, have to be there before it is met."""
 
     what: str
     goal: float
     least: bool
     form: str
-    worst: Callable[[Earlier], DecidingFigure | None]
+    deciding: Callable[[Earlier], DecidingFigure | None]
     of_all: Callable[[str], bool] = lambda name: False
 
     def wanted(self) -> str:
@@ -42,7 +42,7 @@ def judged(lines: Iterable[ResultLine]) -> list[tuple[Target, DecidingFigure | N
     """Every target with the value that decides it. A failed measurement meets no target."""
     lines = list(lines)
     earlier = good_figures(lines) | {line.name: {"right": False} for line in lines if line.error}
-    return [(target, target.worst(earlier)) for target in TARGETS]
+    return [(target, target.deciding(earlier)) for target in TARGETS]
 
 
 def _least(prefix: str, figure: Callable[[str], bool], where: Callable[[str], bool] = lambda name: True) -> Picker:
@@ -112,7 +112,7 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("kernels.", _is("right")),
+        deciding=_least("kernels.", _is("right")),
         of_all=_begins("kernels."),
     ),
     Target(
@@ -120,7 +120,7 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("attention-right.", _is("right")),
+        deciding=_least("attention-right.", _is("right")),
         of_all=_begins("attention-right."),
     ),
     Target(
@@ -128,7 +128,7 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("dit-right.", _is("right")),
+        deciding=_least("dit-right.", _is("right")),
         of_all=_begins("dit-right."),
     ),
     Target(
@@ -136,84 +136,84 @@ TARGETS = (
         goal=0.92,
         least=True,
         form=".0%",
-        worst=_least("ops.", _ends("forward/fused of copy"), _long),
+        deciding=_least("ops.", _ends("forward/fused of copy"), _long),
     ),
     Target(
         what="fused ops backward, share of copy at N >= 32k (moonshot 92 %)",
         goal=0.85,
         least=True,
         form=".0%",
-        worst=_least("ops.", _ends("backward/fused of copy"), _long),
+        deciding=_least("ops.", _ends("backward/fused of copy"), _long),
     ),
     Target(
         what="fused ops forward, times eager at N >= 32k",
         goal=3.0,
         least=True,
         form=".2f",
-        worst=_least("ops.", _ends("forward/fused x eager"), _long),
+        deciding=_least("ops.", _ends("forward/fused x eager"), _long),
     ),
     Target(
         what="fused ops backward, times eager at N >= 32k",
         goal=3.0,
         least=True,
         form=".2f",
-        worst=_least("ops.", _ends("backward/fused x eager"), _long),
+        deciding=_least("ops.", _ends("backward/fused x eager"), _long),
     ),
     Target(
         what="Wan2.1-1.3B step at 480p81, best setting, share of the measured matmul peak (MFU)",
         goal=0.45,
         least=True,
         form=".0%",
-        worst=_most("step.wan-1.3b.", _is("MFU")),
+        deciding=_most("step.wan-1.3b.", _is("MFU")),
     ),
     Target(
         what="14B block stack, best setting, share of the measured matmul peak (MFU)",
         goal=0.50,
         least=True,
         form=".0%",
-        worst=_most("step.wan-14b.", _is("MFU")),
+        deciding=_most("step.wan-14b.", _is("MFU")),
     ),
     Target(
         what="idle share of the device between and in steps",
         goal=0.02,
         least=False,
         form=".1%",
-        worst=_most("step.", _is("idle share"), lambda name: name.endswith(".as-trained")),
+        deciding=_most("step.", _is("idle share"), lambda name: name.endswith(".as-trained")),
     ),
     Target(
         what="a worker's cascades, small ones by graphs: idle share of the device between and in them",
         goal=0.02,
         least=False,
         form=".1%",
-        worst=_most("worker.", _is("idle share"), lambda name: name.endswith(".graphs")),
+        deciding=_most("worker.", _is("idle share"), lambda name: name.endswith(".graphs")),
     ),
     Target(
         what="peak memory against the memory model, distance",
         goal=0.10,
         least=False,
         form=".0%",
-        worst=_most("step.", _is("memory model off by"), lambda name: name.endswith(".as-trained")),
+        deciding=_most("step.", _is("memory model off by"), lambda name: name.endswith(".as-trained")),
     ),
     Target(
         what="VAE encode of one clip as a share of the 1.3B step at 480p81, best setting",
         goal=0.20,
         least=False,
         form=".0%",
-        worst=_extreme("vae.", _is("share of the 1.3B step"), lambda name: True, min),
+        deciding=_least("vae.", _is("share of the 1.3B step")),
     ),
     Target(
         what="LoRA of 14B with blocks fetched from host memory, a clip of 480p81: more seconds than with them there",
         goal=0.05,
         least=False,
         form=".0%",
-        worst=_most("lora.wan-14b", _is("takes more, clip")),
+        deciding=_most("lora.wan-14b", _is("takes more, clip")),
     ),
     Target(
         what="gradients of blocks that are fetched, in bf16 and in 8 bits, as of blocks on the device",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("", _is("right"), _fetched),
+        deciding=_least("", _is("right"), _fetched),
         of_all=_fetched,
     ),
     Target(
@@ -221,7 +221,7 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("step.", _is("right"), _of_other_code),
+        deciding=_least("step.", _is("right"), _of_other_code),
         of_all=lambda name: name.startswith("step.") and _of_other_code(name),
     ),
     Target(
@@ -229,14 +229,14 @@ TARGETS = (
         goal=0,
         least=False,
         form=".0f",
-        worst=_most("step.", _is("codes after the first")),
+        deciding=_most("step.", _is("codes after the first")),
     ),
     Target(
         what="gradients of passes by CUDA graphs as of passes that are as written",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("graphs.", _is("right")),
+        deciding=_least("graphs.", _is("right")),
         of_all=_begins("graphs."),
     ),
     Target(
@@ -244,55 +244,55 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("copies", _is("right")),
+        deciding=_least("copies", _is("right")),
     ),
     Target(
         what="state updated in host memory gives the weights of state on the device",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("update.host", _is("right")),
+        deciding=_least("update.host", _is("right")),
     ),
     Target(
         what="Muon's updates in bf16 nearly orthogonal, as those of fp64",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("update.muon", _is("right")),
+        deciding=_least("update.muon", _is("right")),
     ),
     Target(
         what="d that Prodigy finds in fp32, as in fp64",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("update.prodigy", _is("right")),
+        deciding=_least("update.prodigy", _is("right")),
     ),
     Target(
         what="memory of another process added to exactly (CUDA IPC)",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("ipc", _is("right")),
+        deciding=_least("ipc", _is("right")),
     ),
     Target(
         what="collectives between the GPUs of a node exactly (NCCL)",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("together", _is("right")),
+        deciding=_least("together", _is("right")),
     ),
     Target(
         what="gradients pushed by the kernel exactly",
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("push", _is("right")),
+        deciding=_least("push", _is("right")),
     ),
     Target(
         what="slow-down of compute beside a snapshot's copy to pinned memory",
         goal=0.02,
         least=False,
         form=".1%",
-        worst=_most("copies", _is("slow-down of compute")),
+        deciding=_most("copies", _is("slow-down of compute")),
     ),
 )

@@ -74,7 +74,7 @@ def timeline(events: Sequence[StreamWork], name: str, place: Place) -> dict[str,
 
 
 def timeline_of(call: Callable[[], object], name: str, place: Place) -> dict[str, Figure]:
-    """That of one call; without lines where profiling is not allowed."""
+    """The timeline of one call; without lines where profiling is not allowed."""
     try:
         return timeline(traced(call, place), name, place)
     except RuntimeError as error:

@@ -232,7 +232,7 @@ def _product(place: torch.device) -> tuple[Tensor, int]:
 
 
 def _seconds(call: Callable[[], object], place: torch.device) -> float:
-    """The least of some calls, after one that does not count."""
+    """Seconds of the fastest of some calls, after one that does not count."""
     least = float("inf")
     for number in range(1 + ROUNDS):
         _settle(place)

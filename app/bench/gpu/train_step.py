@@ -221,7 +221,7 @@ def step_over(dit: nn.Module, sync: FlatSync, call: PackedCall) -> Callable[[], 
 
 @contextmanager
 def fused_ops(on: bool) -> Iterator[None]:
-    """Without the fused ops their library calls run."""
+    """Inside, the fused ops run, or unless `on` their library calls."""
     with backend.forced("auto" if on else "library"):
         yield
 

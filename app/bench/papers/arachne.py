@@ -50,7 +50,7 @@ def cascade(quick: bool) -> PlanOptions:
 def planned(
     steps: list[list[Item]], cluster: Cluster, options: PlanOptions, profile: Profile | None = None
 ) -> list[Plan]:
-    """Each step by itself, checked."""
+    """A plan of each step by itself, checked."""
     profile = profile or h100()
     plans = [make_plan([step], profile, cluster, options) for step in steps]
     for step, plan in zip(steps, plans, strict=True):

@@ -38,7 +38,7 @@ class PublishedFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedPaper:
-    """A data file."""
+    """A paper, from its data file."""
 
     name: str
     paper: str
