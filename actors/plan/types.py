@@ -15,8 +15,7 @@ from ops.sending import sent_often
 Module = Literal["text", "vae", "dit"]
 ENCODED: tuple[Module, ...] = ("text", "vae")  # modules whose results a DiT cascade takes, and a cache keeps
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
-ENCODERS: tuple[Module, ...] = ("text", "vae")  # frozen; their results may be cached
-MODULES: tuple[Module, ...] = (*ENCODERS, "dit")
+MODULES: tuple[Module, ...] = (*ENCODED, "dit")
 
 
 MOST_GPUS = 65_536  # of a cluster that is planned for: more is a slip, and would take all memory and hours

@@ -21,7 +21,7 @@ from actors.messages import (
     SumStart,
     shapes_of,
 )
-from actors.plan.types import ENCODERS, Cascade, Module
+from actors.plan.types import ENCODED, Cascade, Module
 from actors.step import StepItem, StepItems
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
@@ -212,7 +212,7 @@ def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Hol
     """Places for a DiT cascade: results that its own ranks keep come first, published ones only where none is kept."""
     sources: dict[str, tuple[int, ...]] = {}
     needs: dict[str, None] = {}
-    for module in ENCODERS:
+    for module in ENCODED:
         found = []
         for sample in samples:
             inside = [rank for rank in holdings.kept.get((module, sample.id), ()) if rank in bag]

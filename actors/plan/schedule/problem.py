@@ -15,7 +15,7 @@ from actors.plan.costs.needs import TRIES
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError, refuse_degrees
+from actors.plan.types import ENCODED, MODULES, Cluster, EarlyEncode, Item, Module, PlanError, refuse_degrees
 from ops.counted import counted
 from ops.degrees import default_degrees
 
@@ -300,7 +300,7 @@ class Problem:
             if steps is not None and key[0] not in steps:
                 continue
             encodes: list[int] = []
-            for module in ENCODERS:
+            for module in ENCODED:
                 if self.needs(key, module):
                     pattern = self.pattern(key, module, patterns)
                     pieces = self.pieces(key, module, pattern)

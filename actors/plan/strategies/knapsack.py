@@ -17,7 +17,7 @@ from actors.plan.schedule.balance import Balance, assign, parse_topology
 from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.problem import ItemKey, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
-from actors.plan.types import ENCODERS, Cascade, Module, Part, PlanError
+from actors.plan.types import ENCODED, Cascade, Module, Part, PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class UnitPrices:
     def seconds(self, unit: Unit, size: int) -> float | None:
         """Encodes at their best degree within the bag, then the dit on the whole bag."""
         problem, item = self.problem, self.problem.items[unit.key]
-        modules = tuple(module for module in (*ENCODERS, "dit") if problem.needs(unit.key, module))
+        modules = tuple(module for module in (*ENCODED, "dit") if problem.needs(unit.key, module))
         key = Samples.of_item(item, unit.count), modules, size
         if key not in self._seconds:
             total = 0.0
@@ -167,7 +167,7 @@ def _units(problem: Problem, step: int) -> list[Unit]:
         if key[0] != step:
             continue
         single = problem.options.split and all(
-            problem.modes(module, item, 1) for module in (*ENCODERS, "dit") if problem.needs(key, module)
+            problem.modes(module, item, 1) for module in (*ENCODED, "dit") if problem.needs(key, module)
         )
         if not single and problem.needs(key, "dit") and not problem.modes("dit", item, item.batch):
             raise PlanError(problem.why_not(key, "dit", item.batch))
@@ -217,7 +217,7 @@ def _bag_cascades(problem: Problem, units: Sequence[Unit], members: tuple[int, .
     """Encodes dealt to the bag's workers, then the dit: packed when parts can be priced one by one."""
     order: list[Cascade] = []
     free = dict.fromkeys(members, 0.0)
-    for module in ENCODERS:
+    for module in ENCODED:
         for unit in units:
             if problem.needs(unit.key, module):
                 item = problem.items[unit.key]

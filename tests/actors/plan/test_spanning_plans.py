@@ -11,7 +11,7 @@ from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import check
 from actors.plan.schedule.constructive import allot
 from actors.plan.schedule.problem import PlanOptions, Problem
-from actors.plan.types import ENCODERS, Cascade, Cluster, Item
+from actors.plan.types import ENCODED, Cascade, Cluster, Item
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 from tests.actors.plan.options import counted
@@ -46,7 +46,7 @@ def even() -> float:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_clip_takes_all_nodes_where_its_rows_are_quickly_sent_and_one_where_not(strategy: str) -> None:
     """One clip of a step: four workers are quicker than two unless the link is slow."""
-    item = Item(id="a", batch=1, frames=LONG[0], height=LONG[1], width=LONG[2], cached=ENCODERS)
+    item = Item(id="a", batch=1, frames=LONG[0], height=LONG[1], width=LONG[2], cached=ENCODED)
     for row_s, degree in ((0.5 * even(), 4), (2.0 * even(), 2)):
         profile = profile_of(CrossNode(row_s=row_s))
         (found,) = dits(strategy, [item], profile)
@@ -57,7 +57,7 @@ def test_a_clip_takes_all_nodes_where_its_rows_are_quickly_sent_and_one_where_no
 
 @pytest.mark.parametrize("share, degree", [(0.5, 4), (2.0, 2)])
 def test_constructive_degrees_for_a_target_that_none_meets_are_the_quickest(share: float, degree: int) -> None:
-    item = Item(id="a", batch=1, frames=LONG[0], height=LONG[1], width=LONG[2], cached=ENCODERS)
+    item = Item(id="a", batch=1, frames=LONG[0], height=LONG[1], width=LONG[2], cached=ENCODED)
     problem = Problem([[item]], profile_of(CrossNode(row_s=share * even())), NODES, PlanOptions())
     assert allot(problem, problem.jobs(), 0.0) == [degree]
 
@@ -68,7 +68,7 @@ def test_every_bag_over_nodes_takes_what_its_parts_send(strategy: str, split: bo
     """Batches whole and cut, cascades packed and not; no bag of one node is allowed."""
     profile = profile_of(CrossNode(row_s=2e-4, peer_s=0.05))
     items = [
-        Item(id=f"i{n}", batch=batch, frames=frames, height=480, width=832, text_tokens=100 * n, cached=ENCODERS)
+        Item(id=f"i{n}", batch=batch, frames=frames, height=480, width=832, text_tokens=100 * n, cached=ENCODED)
         for n, (batch, frames) in enumerate(((4, 1), (3, 17), (1, 81)))
     ]
     of = {item.id: item for item in items}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.plan.schedule.problem import ItemKey, PlannedJob, Problem, StepContext
-from actors.plan.types import ENCODERS, MODULES, Module
+from actors.plan.types import ENCODED, MODULES, Module
 
 FEW_WORKERS = 8
 SHARES = (0.6, 0.3)  # of a step: the longest that a piece of a cut batch may take
@@ -120,7 +120,7 @@ def _cut(problem: Problem, keys: Sequence[ItemKey], started: set[ItemKey], longe
             continue
         pattern = min(wanted, key=len)
         patterns[key, "dit"] = pattern
-        for module in ENCODERS:
+        for module in ENCODED:
             fits = problem.needs(key, module) and pattern in problem.patterns_of(key, module)
             if fits and key not in started:
                 patterns[key, module] = pattern
