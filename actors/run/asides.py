@@ -34,7 +34,7 @@ from ops.waiting import Patience
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3  # of workers while they had one aside
-FINISH_S = 600.0  # who ends the run meanwhile loses nothing else
+FINISH_S = 600.0  # for the last asides; whoever ends the run meanwhile loses nothing else
 _LOOK_S = 1.0
 _QUIET_S = 5.0  # after the last step, before an event says what the run waits for
 
@@ -54,7 +54,7 @@ class AsideSource(Protocol):
 
     @property
     def encoders(self) -> Collection[Module]:
-        """Modules whose encoders workers need for them; of a run that spares none, whatever this says."""
+        """Modules whose encoders workers need for them. It matters only in a run that spares encoders."""
         ...
 
     def wanted(self) -> Sequence[AsideWork]:
@@ -62,7 +62,7 @@ class AsideSource(Protocol):
         ...
 
     def ended(self, report: TurnReport) -> RunEvent | None:
-        """One is made, or has failed. The event to report, if any."""
+        """An aside is made, or has failed. Returns the event to report, if any."""
         ...
 
     def dropped(self) -> Container[str]:
@@ -166,8 +166,8 @@ class AsideTurns:
         self._source, self._tell, self._finish_s, self._quiet_s = source, tell, finish_s, quiet_s
         self._queue = AsideQueue()
         self._asked: dict[Ref[TurnReport], str] = {}  # -> worker
-        self._practised: set[str] = set()  # workers that have made one: nothing of the next is compiled there
-        self._longest_s = 0.0  # turn of theirs
+        self._practised: set[str] = set()  # workers that have made an aside: nothing of the next is compiled there
+        self._longest_s = 0.0  # of a turn of such a worker
         self._most: int | None = None
 
     def limit(self, most: int | None) -> None:

@@ -108,7 +108,7 @@ def start_controller(
     state = assemble_state(run, config, model, source, events)
     reported = get(monitor.begin.remote(), timeout=_START_S)
     if reported.wishes.target is None and (size := kept_size(run_dir)) is not None:
-        # This monitor is a new one, and the one that knew it is lost, as is the controller before this one.
+        # This monitor is a new one; the one that knew the size is lost, as is the controller before this one.
         monitor.restore.remote(reported.generation, OperatorRequests(target=size))
     start_s = config.workers.start_patience_s(weights_bytes(config.model))
     return put_together(
@@ -239,7 +239,7 @@ class _Costs:
     least_gib: tuple[float, ...] = ()
     """GiB of a GPU that has room for training with gradients and state in each of the places that settings allow."""
     graphs_least_gib: tuple[float, ...] = ()
-    """GiB of one that has room for CUDA graphs beside that; () without them."""
+    """GiB of a GPU that has room for CUDA graphs, too; () without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,8 +263,8 @@ class _Training:
         return uses_gpu(self.config.workers)
 
     def costs(self, given: Profile | None, events: Events) -> _Costs:
-        """By the config's profile or the FLOPs of this device, with the memory that cascades will need until workers
-        have measured it. A profile that is given says all of that itself."""
+        """Costs by the config's profile or the FLOPs of this device, with the memory that cascades will need as
+        predicted, until workers have measured it. A `given` profile says all of that itself."""
         config, device = self.config, self.device
         costs = _Costs(profile=given or self._profile())
         if given is None:
@@ -341,12 +341,13 @@ class _Training:
         )
 
     def batch_sizes(self) -> FirstSizes:
-        """Those that the run keeps, by a profile of their own: that of plans takes up what earlier starts learned."""
+        """The first batch sizes, which the run keeps. They have a profile of their own, as the planner's takes up what
+        earlier starts learned."""
         target = TargetBatch(profile=self._profile(), geometry=self.geometry)
         return first_sizes(Path(self.config.run_dir), self.config.data, self.geometry, target)
 
     def planner(self, profile: Profile, events: Events) -> PlannerClient:
-        """One that goes on with what earlier starts of the run have learned of costs."""
+        """A planner that goes on with what earlier starts of the run have learned of costs."""
         run_dir = Path(self.config.run_dir)
         setting = setting_of(self.model, self.device.name, self.config.train)
         if why := take_up(profile, setting, run_dir):

@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.2  # at a time; in between keepers that are gone or silent are replaced
 _SLOW_S = 30.0  # a keeper that takes longer is reported
-_ANSWER_S = 30.0  # of an acknowledgement that has come
+_ANSWER_S = 30.0  # to read an answer that has come
 _RECORD_S = 1.0  # between two tries to record a step
-_TOLD_S = 600.0  # an alert on an event lasts an hour, on W&B 15 minutes
+_TOLD_S = 600.0  # between two events that say so: an alert on an event lasts an hour, on W&B 15 minutes
 _LONGEST_S = 12 * 3600.0  # a night, in which somebody makes room; workers that wait for longer serve nobody
 
 
@@ -83,13 +83,13 @@ class Committer:
     source: StepSource
     relays: RelayFinder | None = None  # by which keepers are called; None: each by itself
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer, or a worker not copied it, is replaced
-    say: Callable[[str], object] = lambda trouble: None  # where people ask what the run waits for; "": for nothing
+    say: Callable[[str], object] = lambda trouble: None  # shows people what the run waits for; "": nothing
     committed: int = -1  # the newest committed step, -1 before the first
     # finished and not committed yet, oldest first
     _open: deque[UncommittedStep] = field(default_factory=deque, init=False)
     _slow: int = field(default=-1, init=False)  # the newest step of which an event said that its keepers are slow
     _storage: StorageWait | None = field(default=None, init=False)
-    # the newest line, until it is known where this controller goes on
+    # (step, generation) of the newest line of metrics, until it is known where this controller goes on
     _recorded: tuple[int, int] | None = field(default=None, init=False)
     _unread: bool = field(default=False, init=False)  # that line could not be read
 
@@ -202,7 +202,7 @@ class Committer:
         self.try_data()
 
     def try_data(self) -> None:
-        """The same where the data could not be read; whether it can be now, `source.has` says."""
+        """Open the data anew from the step after the last commit; whether it can be read, `source.has` says."""
         self._open_data()
 
     def outcome(self, code: int, reason: str) -> Outcome:
@@ -252,7 +252,7 @@ class Committer:
             self._await_storage(step, error)
             raise
         except Exception:
-            self.restart(step - 1)  # without its line it is computed again; keepers hold that one
+            self.restart(step - 1)  # without its line the step is computed again, from a state that keepers hold
             raise
         self._has_storage()
         self._open.popleft()

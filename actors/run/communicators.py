@@ -31,9 +31,8 @@ class Communicators:
         """`most_peers`: the sum of a worker's peers over its bags; 0: no limit. A bag with more peers is alone."""
         self._most = most_peers
         self._open: set[BagRanks] = set()
-        self._of: dict[
-            int, dict[BagRanks, None]
-        ] = {}  # those of each worker; the one that is unused for longest comes first
+        # by worker: its open bags; the one that is unused for longest comes first
+        self._of: dict[int, dict[BagRanks, None]] = {}
         self._peers: dict[int, int] = {}  # of each worker: a sum over its bags at every use would grow with the run
         self.most_seen = 0  # peers of any worker at any time
 
@@ -42,7 +41,7 @@ class Communicators:
         return self._peers.get(worker, 0)
 
     def bags(self, worker: int) -> int:
-        """How many are open on this worker."""
+        """Number of bags that are open on this worker."""
         return len(self._of.get(worker, ()))
 
     def step(self, bags: Sequence[BagRanks]) -> StepBags:
@@ -103,8 +102,8 @@ class Communicators:
 
 
 def _uses(bags: Sequence[BagRanks]) -> tuple[list[int], dict[BagRanks, int]]:
-    """(of each position where its bag is used next, of each bag where it is used first): in one pass, as hundreds of
-    workers have a dozen open bags each, whose next use was looked for in the whole step."""
+    """(by position: where its bag is used next; by bag: where it is used first). In one pass: hundreds of workers have
+    a dozen open bags each, and to look for their next uses one by one would read the whole step each time."""
     after, first = [len(bags)] * len(bags), dict[BagRanks, int]()
     for position in range(len(bags) - 1, -1, -1):
         after[position] = first.get(bags[position], len(bags))

@@ -80,10 +80,10 @@ class Controller:
     ending: Ending
     asides: AsideTurns
     speeds: Speeds = field(default_factory=Speeds)
-    step_pace: StepPace = field(default_factory=StepPace)
     recalibration: Recalibration | None = None
     look_pace: LookPace = field(default_factory=LookPace)
     data_pace: DataPace = field(default_factory=DataPace)
+    _step_pace: StepPace = field(default_factory=StepPace, init=False)
     _stop_by: float = field(default=0.0, init=False)  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = field(default=0.0, init=False)  # monotonic seconds
     _look_s: float = field(default=0.0, init=False)  # from that look to the next
@@ -161,8 +161,8 @@ class Controller:
         self.committer.account.begin(time.monotonic())
 
     def _open_data(self, *, waits: bool) -> DataCounts:
-        """Returns the data set's accounting. A run that starts for the first time does not wait for its storage: who
-        has started it looks on."""
+        """Returns the data set's accounting. With `waits` storage that does not answer is tried again; a run that
+        starts for the first time raises instead, while somebody is there to see it."""
         while True:
             committed = self.committer.committed  # a generation that forms meanwhile may go back
             try:
@@ -261,7 +261,7 @@ class Controller:
             if not runner.running:
                 waited_s = time.perf_counter() - waiting_since
                 self.committer.account.waited_for_data(waited_s)
-                self.step_pace.waited_for_data(waited_s)
+                self._step_pace.waited_for_data(waited_s)
             if self._starvation_changed(is_fed=ready or bool(runner.running)) or not ready:
                 return
             if self._data_wait.came(runner.next_step, time.monotonic()):
@@ -319,7 +319,7 @@ class Controller:
         tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         called = sorted(done.running.finishes.values())  # by themselves; the others' spans are in answers of relays
         spans = [span for rank in called for span in done.reports[rank].spans]
-        remainder_s, answers = self.step_pace.remainder(done), tuple(done.running.letters)
+        remainder_s, answers = self._step_pace.remainder(done), tuple(done.running.letters)
         self.planner.observe(spans, tokens, runner.cluster, runner.generation, remainder_s, answers)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()

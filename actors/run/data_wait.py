@@ -12,16 +12,15 @@ from data.errors import DataUnreachable
 
 log = logging.getLogger(__name__)
 
-_TOLD_S = 600.0  # an alert on an event lasts an hour, on W&B 15 minutes
+_TOLD_S = 600.0  # between two events that say so: an alert on an event lasts an hour, on W&B 15 minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPace:
-    """Seconds to the first new try, which starts a feeder that looks at every shard; between later ones at most; and
-    of the whole wait."""
+    """Seconds between tries, each of which starts a feeder that looks at every shard, and of the whole wait."""
 
-    try_s: float = 5.0
-    longest_try_s: float = 60.0
+    try_s: float = 5.0  # to the first
+    longest_try_s: float = 60.0  # between later ones, at most
     longest_s: float = 12 * 3600.0  # as for the run's own files (`actors.run.committer`)
 
 
@@ -41,7 +40,7 @@ class DataWait:
         self._step = -1  # that is waited for
         self._told = self._next = 0.0
         self._pause_s = pace.try_s
-        self.closed = False  # nothing comes from the feeder that there is
+        self.closed = False  # True: nothing comes from the feeder that there is
 
     def failed(self, step: int, error: DataUnreachable, now: float) -> None:
         """This step cannot be read. Raises the error when that has lasted for too long."""

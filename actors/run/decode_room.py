@@ -27,7 +27,7 @@ class DecodeRoom:
         self._since: float | None = None
         self._looked_at = 0.0
         self._told: tuple[str, ...] | None = None  # the nodes that were avoided then
-        self.lacks = False  # there was no CPU at the last look of this wait
+        self.lacks = False  # True: there was no CPU at the last look of this wait
 
     def came(self) -> None:
         """The clips of a step have come."""

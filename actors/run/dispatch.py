@@ -123,7 +123,7 @@ def finish_of(
     patience: Patience | None = None,
 ) -> FinishTask:
     """The end of a step on one worker: it names every call of the dispatch that this worker must have run, but not an
-    encode that outlasts the step. `before` are those that have outlasted the step before."""
+    encode that outlasts the step. `before` are the encodes that have outlasted the step before."""
     mine = [call.task for call in before if call.rank == rank]
     mine += [call.task for call in calls if call.rank == rank and not call.task.outlasts]
     led = [task for task in mine if task.module == "dit" and task.bag[0] == rank]
@@ -188,7 +188,7 @@ def _delivered(
     consumer: Mapping[SampleId, tuple[int, ...]],
     holdings: Holdings,
 ) -> _Places:
-    """Places for an encode cascade, whose results `consumer` wants on these ranks."""
+    """Places for an encode cascade. `consumer`: by sample, the ranks of the DiT cascade that needs its results."""
     module, publish = cascade.module, []
     keeps: dict[int, list[int]] = {rank: [] for rank in bag}
     for i, sample in enumerate(samples):

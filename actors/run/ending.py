@@ -55,7 +55,7 @@ class Ending:
                 state.writer.hurry()
 
         state.writer.wait(look)
-        if is_stopped() and state.step_on_disk() < last:  # what is left of the end has its own attempt at it
+        if is_stopped() and state.step_on_disk() < last:  # `keep_last` then makes its own attempt at it
             reason = f"asked to end before the checkpoint of step {last} was written"
             raise StopRun(self.committer.outcome(Exit.RESUMABLE, reason))
         if state.step_on_disk() < last:

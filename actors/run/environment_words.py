@@ -9,7 +9,7 @@ from actors.messages import WorkerInfo
 from actors.records.events import EnvironmentSeen
 from ops.counted import first_of
 
-GPU = "gpu"  # the name of a worker's own, in what it says of its environment
+GPU = "gpu"  # the name of a worker's GPU in what it says of its environment
 
 
 def environment_of(

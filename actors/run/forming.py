@@ -65,14 +65,14 @@ class Forming:
     speeds: Speeds
     tell: Tell
     shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
-    # the last workers may still be leaving
+    # the newest two: workers of the last generation may still be leaving theirs
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2), init=False)
 
     def form(self, decision: Form) -> StepRunner:
         """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.
 
-        Raises StopRun when the workers' weights differ, PlanError when a node has too little memory for the first
-        generation.
+        Raises StopRun when the workers' weights differ or, at the start, the cluster file does not match; PlanError
+        when a node has too little memory for the first generation.
         """
         infos = decision.infos
         self._refuse(disagreement(infos))
@@ -83,7 +83,7 @@ class Forming:
         recovery = self.committer.go_on_from(recovery, decision.apart)
         if recovery.origin is None:  # also where the state after the first steps could not be recorded
             self._refuse(first_disagreement(infos, self.config.train.init_from))
-        fresh = _is_fresh(recovery.origin)
+        fresh = recovery.origin is None or recovery.origin.checkpoint is not None  # no worker has any of the state yet
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)
             self.asides.limit(self.shortage.asides_at_once(infos))
@@ -160,11 +160,6 @@ def seats_of(
     )
 
 
-def _is_fresh(origin: Origin | None) -> bool:
-    """Nothing of the run's state is in any worker's memory yet."""
-    return origin is None or origin.checkpoint is not None
-
-
 def cluster_of(world: Sequence[Seat]) -> Cluster:
     """The workers by node, as the planner sees them."""
     counts = Counter(seat.node for seat in world)  # in order of their first workers
@@ -207,8 +202,8 @@ def form_tasks(
 
 
 def disagreement(infos: Sequence[WorkerInfo]) -> str:
-    """Which frozen weights differ and on which workers; "" when all that hold them hold the same. Who has not made an
-    encoder compares it when it does."""
+    """Which frozen weights differ and on which workers; "" when all that hold them hold the same. A worker that has not
+    loaded an encoder compares it when it does."""
     held = {info.worker: dict(info.frozen) for info in infos}
     for part in sorted({part for digests in held.values() for part in digests}):
         counts = Counter(digests[part] for digests in held.values() if part in digests)

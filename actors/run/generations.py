@@ -324,7 +324,7 @@ class GenerationManager:
 
 
 def _last_environment(run_dir: Path) -> EnvironmentSeen | None:
-    """That of the start before."""
+    """The environment that the run's events told last; None: none did, or they cannot be read."""
     try:
         return max(events_so_far(run_dir, EnvironmentSeen), key=lambda event: event.time, default=None)
     except OSError as error:

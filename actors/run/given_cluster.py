@@ -1,7 +1,7 @@
 """`workers.cluster`: what a file says of the nodes, laid over what the workers of a generation report. Pure.
 
-A file's nodes are nameless, or have host names. Nodes without a name are taken for the first of the file's that have as
-many GPUs and that no other has; a node that has one keeps it as long as it has workers.
+A file's nodes have host names, or none. Without names each node of the run is matched with the first node of the file
+that has as many GPUs and is not matched yet, and stays matched as long as it has workers.
 """
 
 from __future__ import annotations

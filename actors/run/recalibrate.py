@@ -43,7 +43,7 @@ class StageSizes:
 
 
 def stages_of(config: DataConfig, geometry: Geometry, timed: BatchSize) -> list[StageSizes]:
-    """As the data set sizes them."""
+    """The segments of the data, with the batch sizes that the data set gives them."""
     found, shared = [], BucketTable.buckets_of(config.tables_of_batch, geometry)
     for segment, table, limits in segments_of(config, geometry):
         sizes = {bucket: planned_batch(table, bucket, limits, geometry, timed)[0] for bucket in table.buckets}

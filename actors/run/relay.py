@@ -3,7 +3,7 @@
     relay.deliver.remote([Letter(...), ...])    # NodeAnswer: what workers have said at the end of the step
     relay.published.remote(generation, cascade) # what one of its encodes leaves for workers of other nodes
 
-A call of Ray takes 0.2 to 0.4 ms of the CPU of the one that makes it, and 1,024 workers need some 4,000 in a step. A
+A call of Ray takes 0.2 to 0.4 ms of CPU in the process that makes it, and 1,024 workers need some 4,000 in a step. A
 letter to a node of eight takes as much as one of them, and one with the letters of ten nodes hardly more: the first
 relay of a group hands the others' on, and answers for all. What an encode leaves for another node goes from relay to
 relay. Workers get the same calls in the same order as without a relay: it sends those of a letter at once, letters by
@@ -41,7 +41,7 @@ from actors.run.failures import exceeded_of, failed_turn, last_line, lost_argume
 
 log = logging.getLogger(__name__)
 
-ENDED_S = 60.0  # a worker that has finished a step has ended its calls; an answer may arrive so much later
+ENDED_S = 60.0  # a worker that has finished a step has ended its calls; their answers may arrive this much later
 _GRACE_S = 0.2  # after the first failure, for others that say more of it: that a worker is gone
 
 
@@ -343,7 +343,7 @@ async def _is_set(event: asyncio.Event) -> None:
 async def _until(
     tasks: list[asyncio.Task[None]], failure: asyncio.Task[None], timeout_s: float | None = None
 ) -> set[asyncio.Task[None]]:
-    """Wait for all of these, or for a failure, or for so long. Returns those that have not ended."""
+    """Wait for all of these, or for a failure, at most `timeout_s`. Returns those that have not ended."""
     left = {task for task in tasks if not task.done()}
     while left and not failure.done():
         done, _ = await asyncio.wait({*left, failure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -74,17 +74,17 @@ def groups_of(nodes: Sequence[str]) -> list[list[str]]:
 @dataclass(kw_only=True)
 class Relays:
     """The relays of one run. `least` workers and more are called through them; 0: all are called directly. `again_s`:
-    how long a node goes on without that has lost its first one; twice as long after each further one."""
+    how long a node goes on without a relay after it has lost its first; twice as long after each further loss."""
 
     least: int = 0
     again_s: float = 60.0
     start: Callable[[str], NodeRelay] = start_relay  # on a node
     groups: Sequence[Sequence[str]] = ()  # of the nodes with relays of the last generation
-    _known: dict[str, NodeRelay] = field(default_factory=dict, init=False)
+    _known: dict[str, NodeRelay] = field(default_factory=dict, init=False)  # by node: its relay that is used
     _first: dict[str, str] = field(default_factory=dict, init=False)  # by node: the first of its group
     _wanted: Sequence[str] = field(default=(), init=False)  # nodes of the last generation where letters save calls
     _without: dict[str, LostRelay] = field(default_factory=dict, init=False)  # by node
-    _times: Counter[str] = field(default_factory=Counter, init=False)  # that a node has lost one
+    _times: Counter[str] = field(default_factory=Counter, init=False)  # by node: relays that it has lost
     # by node: what is not answered, since when
     _asked: dict[str, tuple[Ref[None], float]] = field(default_factory=dict, init=False)
     _heard_at: dict[str, float] = field(default_factory=dict, init=False)  # by node: when its relay last said something

@@ -20,7 +20,7 @@ from actors.planning.observations import cannot_be, work_of
 
 _NEWEST = 50  # cascades of a shape that a worker is known by: later ones count with 1 / 50
 _NOTICEABLE = 0.3  # smaller deviations are noise (shared CPUs: 20 %) and change no plan
-_NORMAL = 0.2  # one that was reported as slow is normal again below this, so that 0.3 itself is no place to flutter at
+_NORMAL = 0.2  # a worker that was reported as slow is normal again below this: at 0.3 its factor would flutter
 _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
@@ -50,7 +50,7 @@ class Speeds:
             for worker, span in bag.items():
                 if span.first_here or cannot_be(span):
                     continue
-                work, seconds = _work(span), _own_s(span)
+                work, seconds = _work(span), work_of(span) - (span.exposed_s if span.degree > 1 else 0.0)
                 if len(span.pieces) > 1:  # packs are hardly ever the same: as a share of what was expected of them
                     expected = (span.planned_end_s - span.planned_start_s) * slowest
                     if expected <= 0:
@@ -144,11 +144,6 @@ def _bags(reports: Iterable[StepReport]) -> list[dict[str, Span]]:
 def _tells(bag: Mapping[str, Span]) -> bool:
     """Whether the ranks of a bag compute alike, and have measured what they waited for."""
     return all(span.module == "dit" for span in bag.values()) and any(span.exposed_s > 0 for span in bag.values())
-
-
-def _own_s(span: Span) -> float:
-    """What a worker has computed itself."""
-    return work_of(span) - (span.exposed_s if span.degree > 1 else 0.0)
 
 
 def _work(span: Span) -> WorkKey:

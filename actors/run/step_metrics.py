@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.messages import Piece, Span, StepReport
+from actors.messages import Span, StepReport
 from actors.plan.costs.flops import DiTWork
 from actors.plan.measures import (
     EXPONENTS,
@@ -73,7 +73,7 @@ class LoadHistory:
         self._steps: deque[tuple[float, float, tuple[float, ...]]] = deque(maxlen=200)
 
     def add(self, seconds: float, samples: Iterable[tuple[int, int]]) -> None:
-        """A step of these (samples, tokens of one)."""
+        """A step of these items: (number of samples, tokens of each)."""
         counted = list(samples)
         tokens = float(sum(count * length for count, length in counted))
         loads = tuple(sum(count * float(length) ** p for count, length in counted) for p in EXPONENTS)
@@ -105,7 +105,7 @@ class StepAccount:
     """Turns collected steps into records, in the order in which they are committed."""
 
     geometry: Geometry
-    node_of: Callable[[str], str]  # of a worker, as people read it
+    node_of: Callable[[str], str]  # by a worker's name: its node, as people read it
     work: DiTWork | None = None  # of the run's transformer
     experts: tuple[str, ...] = ()  # names of the transformers that are trained, by the numbers that items give them
     _history: LoadHistory = field(default_factory=LoadHistory, init=False)
@@ -324,7 +324,7 @@ def sizes_of(
 
 
 def worker_load(spans: Iterable[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[float, SampleSize]]:
-    """(samples, one of them) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
+    """(number of samples, size of each) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
     found = []
     for span in (span for span in spans if span.module == "dit"):
         for piece in span.pieces:
@@ -351,7 +351,7 @@ def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[
 
 
 def _samples_of(dits: Sequence[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[int, int]]:
-    """(samples, tokens of one) of a step; every worker of a bag reports the same cascade."""
+    """(number of samples, tokens of each) of a step; every worker of a bag reports the same cascade, counted once."""
     once = {span.cascade: span for span in dits}
     return [(piece.batch, sizes[piece.item].length) for s in once.values() for piece in s.pieces]
 
@@ -360,7 +360,7 @@ def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
     """Mean loss of each bucket's samples in this step."""
     buckets: dict[str, str] = {}
     for report in reports:
-        for piece in _pieces(report.spans):
+        for piece in (piece for span in report.spans if span.module == "dit" for piece in span.pieces):
             if piece.item not in buckets:
                 buckets[piece.item] = "x".join(map(str, piece.bucket))
     return mean_losses(reports, buckets)
@@ -432,7 +432,3 @@ def timeline_records(
 def _contents(span: Span) -> Contents:
     pieces = tuple(PieceRecord(item=p.item, bucket=p.bucket, batch=p.batch) for p in span.pieces)
     return span.item, span.bucket, pieces
-
-
-def _pieces(spans: Sequence[Span]) -> list[Piece]:
-    return [piece for span in spans if span.module == "dit" for piece in span.pieces]

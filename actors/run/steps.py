@@ -43,7 +43,7 @@ T = TypeVar("T")
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _ROOM_CHANGE = 0.02  # share of the memory for cascades
 _QUIET_S = 1.0  # for encodes that outlast a step to end, before a relay makes the next calls
-_OTHERS_S = 3.0  # for other workers to find out what one of them has
+_OTHERS_S = 3.0  # for other workers to find out, too, which nodes they do not reach
 _NEXT_TRY_S = 60.0  # to take up a relay
 
 
@@ -56,21 +56,21 @@ class StepRunner:
     cluster: Cluster
     source: StepSource
     planner: PlannerClient
-    budget_s: float  # to find a plan
+    budget_s: float  # to find a plan; for the first one of the generation, `first_budget_s` unless it is None
     lookahead: int
     exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
     next_step: int  # to be dispatched
     last_step: int  # exclusive
     forming: list[Ref[None]]  # resolve when the workers have formed the generation
-    first_budget_s: float | None = None  # the same for the first plan of the generation
+    first_budget_s: float | None = None
     waits: StepWaits
     asides: AsideTurns
     relays: Relays = field(default_factory=Relays)
-    bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
-    bags_gib: float = 0.0  # of a GPU that their communicators may come to take
+    bag_peers: int = 0  # at most, of a worker in all its bags together; 0: no limit
+    bags_gib: float = 0.0  # of a GPU, that communicators of bags may come to take
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings, init=False)
-    # by step: its encodes that an earlier one runs
+    # by step: its encodes that run in an earlier step
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict, init=False)
     # encodes that the last dispatched step does not wait for
     _outlasting: list[Call] = field(default_factory=list, init=False)
@@ -111,7 +111,7 @@ class StepRunner:
         return self.next_step >= self.last_step
 
     def dispatch(self) -> RunningStep:
-        """Plan and submit the next step. Raises PlanError, DataError, DataLost."""
+        """Plan and submit the next step. Raises PlanError, DataError, DataIOError, DataLost."""
         started, step = time.perf_counter(), self.next_step
         budget_s = self.budget_s if self._planned or self.first_budget_s is None else self.first_budget_s
         window, done = self._question(step)
@@ -174,8 +174,7 @@ class StepRunner:
         )
 
     def collect(self, timeout_s: float) -> CollectedStep | None:
-        """The oldest running step if it ends within the timeout, else None. Raises GenerationLost, or PlanError and
-        ConfigError where the workers could not form the generation and no other one would be better."""
+        """The oldest running step if it ends within the timeout, else None. Raises as `check_forming`."""
         running = self.running[0]
         self.check_forming()
         asked: list[Ref[object]] = [*running.finishes, *running.letters]
@@ -236,7 +235,7 @@ class StepRunner:
         return window, [done for s in sorted(self._early) for done in self._early[s]]
 
     def _use_cache(self, data: StepData) -> None:
-        """Results that were encoded long ago count as published."""
+        """Encode results that came out of the cache count as published."""
         for (module, item), reference in data.cached.items():
             source = f"{CACHED}{module}/{item}"
             self._submitter.results[source] = reference
@@ -290,7 +289,8 @@ class StepRunner:
             self.forming = []
 
     def _check_weights(self, reports: Sequence[StepReport]) -> None:
-        """The workers have checked it before they applied the step; a commit does not rest on that alone."""
+        """Raises GenerationLost unless the weights of the step's samples sum to 1. Workers have checked that before
+        they applied the step; a commit does not rest on that alone."""
         for report in reports:
             if abs(report.weight + report.bad_weight - 1.0) > _WEIGHT_ERROR:
                 why = f"step {report.step} has samples of weight {report.weight + report.bad_weight:g} of 1"
@@ -389,7 +389,8 @@ class StepRunner:
         return found
 
     def _pixels_lost(self) -> bool:
-        """An encode call whose argument is gone never reaches its worker; only its reference knows."""
+        """Whether data that a call of the running steps reads is gone, pixels or results out of the cache: such a call
+        never reaches its worker; only its reference knows."""
         reading = (call.reference for running in self.running for call in running.calls if call.reads_data)
         references = list(dict.fromkeys(reading))  # an encode that outlasts its step is a call of two steps
         done, _ = wait(references, num_returns=len(references), timeout=0) if references else ([], [])
@@ -429,7 +430,7 @@ def room_of(rooms: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def changed(before: tuple[float, ...], now: tuple[float, ...]) -> bool:
-    """Whether the room of the workers is another, by more than comes and goes with kept results."""
+    """Whether the memory for cascades of some worker differs by more than comes and goes with kept results."""
     if len(before) != len(now):
         return True
     return any(abs(a - b) > _ROOM_CHANGE * max(a, 1e-9) for a, b in zip(before, now, strict=True))
