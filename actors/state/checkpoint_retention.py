@@ -30,8 +30,8 @@ def prune(
     next time. Those of later versions stay.
 
     Sizes of files are asked for only where a checkpoint is kept in the place of others: of the `keep_last` newest, and
-    of those that stand for the same multiple. Elsewhere COMPLETE is enough: what is removed is so whole or not, and
-    what would be kept alone takes nothing but room where it is torn.
+    of those that stand for the same multiple. Elsewhere COMPLETE is enough: an old one is removed whether it is whole
+    or not, and one that alone stands for its multiple takes nothing but room if it is torn.
 
     `known` are those that an earlier call has seen whole (with `keep_last` 0: that have COMPLETE), and when COMPLETE
     was written; this one adds its own, and takes out what is gone. Their files are not asked for again: of thousands of
@@ -128,7 +128,7 @@ def _milestones(folders: Sequence[Path], every: int, is_whole: Callable[[Path], 
 
 
 def remove_torn(folder: Path) -> None:
-    """Free the room that an attempt takes which has failed. A complete checkpoint stays."""
+    """Remove what an attempt that has failed has left. A complete checkpoint stays."""
     with suppress(OSError, checkpoint.LaterFormat):  # storage does not say whether it is one
         if folder.exists() and not checkpoint.is_complete(folder):
             _try_to_remove(folder)

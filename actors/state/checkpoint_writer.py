@@ -57,8 +57,8 @@ class _Attempt:
 
 
 class Writer:
-    """Checkpoints of one run, of `weight_bytes` a trained weight. `events` hears what becomes whole, or could not be
-    written."""
+    """Checkpoints of one run, whose state takes `weight_bytes` of each trained weight. `events` hears what becomes
+    whole, or could not be written."""
 
     def __init__(
         self,
@@ -71,8 +71,9 @@ class Writer:
         unmoved: set[int],
         disown: Callable[[int], None],
     ) -> None:
-        """`unmoved`: steps of which an old one may lie there that is not the run's own; see `CheckpointsOnDisk`. One of
-        which a checkpoint has become whole is taken out. One that could not be written is given to `disown`."""
+        """`unmoved`: steps of which storage may have an old checkpoint that is not the run's own, see
+        `CheckpointsOnDisk`. A step whose checkpoint has become whole is taken out of it; one that could not be written
+        is given to `disown`."""
         self._root, self._config, self._last, self._events = checkpoint.root_of(run_dir), config, last_step, events
         self._weight_bytes = weight_bytes
         self._unmoved, self._disown = unmoved, disown
@@ -81,7 +82,7 @@ class Writer:
         self._newest_whole = -1  # of those that this writer has made, and that the run has not gone back from
         self._known: dict[Path, int] = {}  # seen whole, by anybody: see `prune`
         self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
-        self._longest_s = 0.0  # that one took which is whole
+        self._longest_s = 0.0  # that a checkpoint took that is whole
         self._hurries = False  # somebody waits for the end of the run
         # One was put off, given up, lost with those who wrote it, or failed where an old one may lie there, which the
         # next start could take for the run's own: a later step is taken soon.
@@ -138,7 +139,7 @@ class Writer:
 
     def save_origin(self, origin: Origin, meta: Meta) -> bool:
         """Write the last step and wait for it: the run is about to stop. It becomes a checkpoint by `seal_last`. False
-        when it could not be written, or is one."""
+        when it could not be written, or is a checkpoint already."""
         self.wait()  # for an attempt at this step that may have lost its state
         self._begin(origin, meta, seal=False)
         self.wait()
@@ -250,7 +251,7 @@ class Writer:
 
 
 def _weights_of(meta: Meta) -> int:
-    """Trained ones."""
+    """Number of trained weights."""
     total: int = sum(math.prod(parameter["shape"]) for parameter in meta["parameters"])
     return total
 
@@ -290,7 +291,7 @@ def _write(
 
 
 def _held(keepers: Sequence[NodeKeeper], step: int, generation: int) -> list[list[HeldShard]]:
-    """What of a version each of them holds; of one that is gone nothing."""
+    """What each of these keepers holds of a version; nothing where it is gone."""
     found = []
     for reference in [keeper.held.remote(step, generation) for keeper in keepers]:
         try:

@@ -37,12 +37,13 @@ _LATER = "it is later than the newest line of metrics"
 
 
 class CheckpointsOnDisk:
-    """Those of one run. Each is read once. Why one is passed over is said once, and once more where it lies then."""
+    """The checkpoints of one run. The bytes of each are read once. Why one is passed over is said once, and once more
+    when it is moved aside."""
 
     def __init__(self, run_dir: Path, tell: Tell) -> None:
         self._root, self._tell = root_of(run_dir), tell
         self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
-        # Checkpoints that storage has not given for long, and why; of some it has not given the bytes.
+        # Checkpoints that storage has not given for long, and why; those of them of which it has not given the bytes.
         self._withheld: dict[Path, OSError] = {}
         self._unread: set[Path] = set()
         # The run goes on without those of later steps, but for its own: the ones that it has written since, or writes.
@@ -99,7 +100,7 @@ class CheckpointsOnDisk:
             return True
 
     def meta(self, folder: Path) -> Meta:
-        """What a whole one says about itself. Raises what keeps storage from giving it."""
+        """What a whole checkpoint says about itself. Raises what keeps storage from giving it."""
         return _answer(lambda: load(folder))[0]
 
     def tell_passed_over(self, newest: int) -> None:
@@ -211,7 +212,7 @@ class CheckpointsOnDisk:
         self._withheld[folder] = error
 
     def _what_is_wrong(self, folder: Path) -> str:
-        """With the bytes of a complete checkpoint, or nothing. Raises what keeps storage from giving them."""
+        """What is wrong with the bytes of a complete checkpoint, or "". Raises what keeps storage from giving them."""
         if (stamp := _stamp(folder)) not in self._verdicts:
             self._verdicts[stamp] = why = damage(folder)
             if why:

@@ -31,8 +31,8 @@ class HostNeed:
     gradient: float  # that the node's workers share in it
     copies: float  # two versions of what is copied for other nodes
     store: float  # of the object store, in /dev/shm: pieces of copies on their way
-    parameters: float = 0.0  # that are once there for GPUs
-    encoders: float = 0.0  # that are once there for all workers, and not loaded yet
+    parameters: float = 0.0  # weights that lie there once for its GPUs
+    encoders: float = 0.0  # that will lie there once for all workers, and are not loaded yet
     uploads: float = 0.0  # pinned, of what all workers send to their GPUs
     pinned: float = 0.0  # by gradients and updates on their way between all workers' GPUs and the host
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
@@ -155,7 +155,8 @@ def needs_of_hosts(
 
 
 def _shares_host_memory(info: WorkerInfo) -> bool:
-    """GPUs that add into one gradient per node hold it themselves, if they can reach each other."""
+    """Whether the gradient of a worker's node lies in host memory. GPUs that add into one per node hold it themselves,
+    if they can reach each other."""
     return info.gradients == "host" or (info.gradients == "node" and info.device == "cpu")
 
 

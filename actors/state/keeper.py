@@ -110,9 +110,9 @@ class Keeper:
         self._lender: Lender | None = None
         self._members: tuple[Process, ...] = ()  # workers of this node in the generation, by seat
         self._refused = ""  # why the generation could not begin here
-        self._without_memory = -1  # the newest generation for which there was none
+        self._without_memory = -1  # the newest generation for which the memory could not be made
         self._trimming: threading.Thread | None = None
-        self._told_long = False  # of a position of the data that is too long
+        self._told_long = False  # a warning said that the position of the data is too long
         self._to_trim = False  # ranges have changed, or a bank more than those that take turns was in use
 
     # -- a generation --------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Keeper:
     def adopt(self, numbers: Sequence[int]) -> bool:
         """Take over the memory that a worker of this node lends by one of these numbers, with all that the keeper
         before this one knew of it. That one is ended, if it lives: it may only have been silent, and would go on where
-        it stopped. False when no process has any."""
+        it stopped. False when there is none to be had."""
         with self._lock:
             for number in numbers if self._memory is None else ():
                 try:
@@ -431,7 +431,7 @@ class Keeper:
 
 
 def described(keeper: Process, book: VersionBook, members: Sequence[Process]) -> bytes:
-    """What a keeper, which runs in that process, knows, for the one that comes after it."""
+    """What the keeper that runs in the process `keeper` knows, for the one that comes after it."""
     return json.dumps({"keeper": keeper, "book": book.to_json(), "members": list(members)}).encode()
 
 

@@ -87,8 +87,8 @@ class Keepers:
         self._base: Base | None = None  # what the running generation goes on from
         self._position: Position | None = None  # of the data after the newest committed step, where it is known
         self._pinned: tuple[int, ...] = ()  # steps whose checkpoints are being written
-        self._told: CommitAnswers | None = None  # of the last commit
-        self._unreached: set[str] = set()  # keepers that it could not be sent to
+        self._told: CommitAnswers | None = None  # to the last commit
+        self._unreached: set[str] = set()  # keepers that the last commit could not be sent to
         self._adopting: dict[str, Ref[bool]] = {}  # of keepers that were started in the place of others
         self._silent_since: dict[str, float] = {}  # monotonic seconds
         self.silent: tuple[str, ...] = ()
@@ -137,8 +137,9 @@ class Keepers:
         return self._handle(self._homes[rank])
 
     def hold(self, snapshots: Sequence[Snapshot], relays: RelayFinder | None = None) -> list[Ref[bool]]:
-        """Have these shards held, each by the keeper of its node and by those that copy it. The answers, one of each
-        keeper for either, or of each group of them that is called by a relay, come when they are."""
+        """Have these shards held, each by the keeper of its node and by those that copy it. Returns the answers, which
+        come when they are: of each keeper one for its own shards and one for copies, or one of each group of keepers
+        that a relay calls."""
         puts: dict[str, list[Snapshot]] = {}
         copies: dict[str, list[tuple[Snapshot, NodeKeeper]]] = {}
         for snapshot in snapshots:
@@ -279,7 +280,7 @@ class Keepers:
         return found
 
     def _took(self, name: str, reference: Ref[T], found: dict[str, T]) -> bool:
-        """Take in an answer, or that there will be none. False: ask again, maybe another one in its place."""
+        """Take in an answer, or that there will be none. False: ask this keeper again, or the one in its place."""
         try:
             found[name] = get(reference, timeout=_LOOK_S)
         except FOR_GOOD as error:
@@ -348,8 +349,7 @@ class Keepers:
         relays: RelayFinder | None = None,
     ) -> None:
         """The step is safe, older ones may go but those `pinned`, whose checkpoints are being written; `position` is
-        that of the data after it. Keepers hear of it by `relays`; without them directly, after all earlier
-        calls."""
+        that of the data after it. Keepers hear of it by `relays`, else directly, after all earlier calls."""
         if self._base is not None and step > self._base.step:
             self._base = replace(self._base, step=step, made_in=self._base.generation)
         self._position, self._pinned = position, tuple(pinned)
@@ -380,7 +380,7 @@ def keeper_on(run: str, node: str) -> str:
 
 
 def is_of_this_version(keeper: str) -> bool:
-    """Whether one of this name exchanges the messages of this version."""
+    """Whether the keeper of this name exchanges the messages of this version."""
     return keeper.endswith(f"-{protocol()}")
 
 

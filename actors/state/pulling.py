@@ -54,7 +54,7 @@ def pull(
     go_on: Callable[[], None],
     lock: AbstractContextManager[object] | None = None,
     *,
-    piece_elements: int = PIECE,
+    piece_elements: int,
 ) -> Counts | None:
     """Copy [lo, hi) of a `version` (step, generation) into arrays [hi - lo], and return its counts. None: the keeper
     does not hold it, or has let it go meanwhile. `go_on` is called now and then, and may raise; with a `lock` also

@@ -39,7 +39,8 @@ class CommitLog:
 
     @property
     def wanted(self) -> float:
-        """The newest step whose state may be held: whoever has another one may not have heard of the one recorded."""
+        """The newest step that may count, whose state keepers are asked for; inf: not known. They may not have heard of
+        the one recorded."""
         if self.unread:
             return math.inf
         return self.newest if self.recorded is None else max(self.newest, self.recorded[0])

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 _POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
-_LEAVING_S = 10.0  # for keepers to answer whose nodes leave soon, and before the same are asked once more
+_LEAVING_S = 10.0  # for keepers to answer while nodes leave, and before the same question is asked once more
 _LEAVING_ANEW_S = 30.0  # between two attempts to write what leaves with its nodes: storage may be away for a moment
 _NOT_GIVEN = "its newest checkpoint, which storage does not give now"
 _OF_LATER_VERSION = "its newest checkpoint, with the version of Heddle that wrote it"
@@ -141,17 +141,17 @@ class RunState:
 
     def _newest_counted(self, commits: CommitLog) -> float:
         """The newest step whose checkpoint counts; inf: any may. A checkpoint begins after its step's line of metrics
-        was synced: one of a later step was passed over, while storage did not give it, and the run went on without it.
-        Or the sync had failed, or storage had lied, before a power cut: then the steps between are computed again, as
-        the lines that are left do not say which it was, and those of another life must not be dropped.
-        """
+        was synced, so one that is later than the newest line was passed over while storage did not give it, and the run
+        went on without it; or a power cut came after a sync that had failed. The lines do not say which. To use it in
+        the first case would drop what the run has done since, so it does not count: in the second case the steps
+        between are computed again."""
         if self._is_chosen:
             return commits.newest
         return commits.wanted if commits.recorded is not None else math.inf
 
     def _find(self, commits: CommitLog, until: float = math.inf) -> Recovery:
-        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out, as are those
-        after step `until`. While it is read a newer one may become whole."""
+        """The newest whole state, of keepers or of checkpoints up to step `until`. A checkpoint that is chosen and
+        turns out to be damaged is left out; while it is read a newer one may become whole."""
         while True:
             recovery = self._decide(found := self.disk.newest(until), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
@@ -186,7 +186,8 @@ class RunState:
         return _named(found[0] if found is not None else -1)
 
     def _refuse_to_guess(self, where: str, last_step: int) -> None:
-        """Going on from there would drop what a keeper holds that lives and has not answered: a person decides."""
+        """Raises StopRun where a keeper that lives has not answered: going on from `where` would drop what it may hold,
+        so a person decides."""
         if not self._silent:
             return
         names, patience = ", ".join(self._silent), self._config.snapshot.patience_s
@@ -252,7 +253,8 @@ class RunState:
         )
 
     def data_token(self, committed: int) -> Position | None:
-        """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
+        """Position and identity of the data at or before the committed step: the newest that keepers or a checkpoint
+        have."""
         position = self.keepers.standing(_POSITION_S).position
         held = position if position is not None and position[0] <= committed else None
         while (found := self.disk.newest(committed)) is not None and (held is None or held[0] < found[0]):
@@ -290,7 +292,6 @@ class RunState:
             self._held, self._uncopied = done.snapshots, False
             saves = self.writer.due(step) and not self.writer.puts_off(step)
             pinned = [*self.writer.steps, *([step] if saves else [])]
-            # At once: whoever takes over knows of no line of metrics.
             self.keepers.commit(step, position, pinned, relays)
             if saves:
                 keepers = tuple(self.keepers.in_use().values())

@@ -3,8 +3,8 @@
 A version is the state after a step, as one generation has computed it. Of the two banks that take turns one has the
 version that training goes on from (the base: the newest committed one), and the other one is being filled. With a
 commit they change places. While a checkpoint is written of a version, its bank is *pinned*; then the spare bank is used
-where the node has room for it. Where it has not, the base is given up: its bank is written over, and what is left until
-the checkpoint is written is the version of that.
+where the node has room for it. Where it has not, the base is given up: its bank is written over, and until the
+checkpoint is written only the version of the checkpoint is left.
 
     book.begin(generation=3, step=7, made_in=2, has_room=has_room)
     book.add(shard)                 # of step 8, by a worker of this node, or copied from another one
