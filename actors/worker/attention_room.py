@@ -53,7 +53,7 @@ class AttentionRoom:
     def of(cls, dit: DiTConfig, setting: AttentionMemory, element_bytes: int, cuda: bool) -> AttentionRoom:
         """Decisions for a transformer whose activations have elements of `element_bytes`."""
         if not dit.gradient_checkpointing:
-            setting = "recomputed"  # everything is kept
+            setting = "recomputed"  # nothing is: without checkpointing everything is kept
         return cls(setting=setting, gib_per_row=dit.kept_bytes(element_bytes) / GIB, cuda=cuda)
 
     def begin(self, layout: Layout, room_gib: float | None) -> bool:

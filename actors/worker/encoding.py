@@ -128,7 +128,7 @@ def encode_texts(
     group: Group,
     measure: EncodeMeasure,
     device: torch.device,
-    pictures: Sequence[np.ndarray] = (),
+    pictures: Sequence[np.ndarray],
 ) -> list[Tensor]:
     """[text tokens, E] of each caption, and of its clip's first frame for an encoder that sees it. They are dealt round
     robin."""
@@ -160,10 +160,11 @@ def encode_clips(
     *,
     batch_pixels: int = VAE_BATCH_PIXELS,
 ) -> list[Tensor]:
-    """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3]. Of `batch_pixels` a worker alone encodes some together.
+    """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3]. A worker alone encodes clips of up to `batch_pixels`
+    together.
 
-    Where the transformer gets first frames, these are encoded here, too, and stand in the same rows; with `noise` on
-    what the VAE sees of them.
+    Where the transformer gets first frames, these are encoded here, too, and stand in the same rows; `noise` is added
+    to what the VAE sees of them.
     """
     measure.phase("encode")
     if group.size == 1:

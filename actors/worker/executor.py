@@ -59,7 +59,7 @@ from ops.update.own_state import ShardBanks
 if TYPE_CHECKING:
     from actors.config import TrainConfig
 
-_AHEAD_S = 2.0  # no launch takes the host as long
+_AHEAD_S = 2.0  # of planned work that is queued on the device; no launch takes the host as long
 _LOOK_S = 0.005
 
 
@@ -76,14 +76,12 @@ class Executor:
         copies: HostCopies | None = None,
         meter: Meter | None = None,
         name: str = "",
-        ahead_s: float = _AHEAD_S,
     ) -> None:
         """`on_phase` is called with what the worker does now. With `copies`, on CUDA, published results are copied
-        while the next cascades run, and taken from there. `name` is the worker's. The host queues at most `ahead_s` of
-        planned work after the cascade that the device is in."""
+        while the next cascades run, and taken from there. `name` is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.copies = on_phase, copies
-        self.meter, self.name, self._ahead_s = meter or NoMeter(), name, ahead_s
+        self.meter, self.name = meter or NoMeter(), name
         self.frame = FirstFrame.of(modules.config)
         self.attention = AttentionRoom.of(
             modules.config.dit, train.memory.attention, train.element_bytes, device.type == "cuda"
@@ -228,14 +226,14 @@ class Executor:
                 self.sync.start_sum()
 
     def _come_near(self, generation: int) -> None:
-        """Returns when at most `ahead_s` of planned work is queued after the cascade that the device runs. Queued work
+        """Returns when at most `_AHEAD_S` of planned work is queued after the cascade that the device runs. Queued work
         cannot be cancelled, and a worker whose generation has ended answers only when its device has finished it.
         Raises as `admit`, and DeviceFailure."""
         while True:
             self.admit(generation)
             with self._blamed():
                 self.work.read()
-            if sum(one.predicted_s for one in self.work.under_way[1:]) <= self._ahead_s:
+            if sum(one.predicted_s for one in self.work.under_way[1:]) <= _AHEAD_S:
                 return
             time.sleep(_LOOK_S)
 
@@ -461,7 +459,7 @@ class Executor:
         self.store.drop_before(task.step + 1)
         copy_s = marks.pop("snapshot", 0.0)  # of a snapshot, not of the end of a step, which plans learn
         ended = own_clock.now()
-        started = ended - (time.perf_counter() - began)  # whoever has set the clock meanwhile
+        started = ended - (time.perf_counter() - began)  # right also if the clock was set meanwhile
         self.work.add_span(
             Span(
                 name=f"finish s{task.step}",
@@ -503,7 +501,7 @@ class Executor:
 
 
 def _whole() -> None:
-    """No other worker has a part in it."""
+    """An encode of one worker: no other one could cut its results short."""
 
 
 def _unseen(phase: str) -> None:

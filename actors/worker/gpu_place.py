@@ -51,7 +51,7 @@ def place_of(device: torch.device) -> GpuPlace:
 
 
 def placed(address: str, uuid: str, machine: AskedNode) -> GpuPlace:
-    """The same of the GPU with this PCI address, or where it is "" with this UUID."""
+    """The place of the GPU with this PCI address, or where that is "" with this UUID."""
     listed, on_pci = listed_gpus(machine.smi(QUERY)), gpus(machine.root)
     mine = next((gpu for gpu in listed if gpu.address == address or (uuid and gpu.uuid.endswith(uuid))), None)
     address = mine.address if mine is not None else address

@@ -227,7 +227,7 @@ class _SharedRows:
 def _there(
     parts: Sequence[dict[int, torch.Tensor]], device: torch.device, dtype: torch.dtype
 ) -> list[dict[int, torch.Tensor]]:
-    """The same on the device, in `dtype`; what lies in host memory goes there by one copy, for which nobody waits."""
+    """These rows on the device, in `dtype`; what lies in host memory goes there by one copy, for which nobody waits."""
     on_host = [{i: rows for i, rows in part.items() if rows.device.type == "cpu"} for part in parts]
     sent = upload_all(on_host, device)
     return [

@@ -59,7 +59,7 @@ class Heartbeat:
         self.leaving = False  # a preemption notice has come
         self.groups: Groups | None = None  # of the running generation
         self.on_device: Callable[[], Launched | None] = lambda: None  # the cascade that the device is in
-        self.surroundings = Surroundings(config.suspect_s)  # nodes that silence would not blame
+        self.surroundings = Surroundings(config.suspect_s)  # whether other nodes are within reach
         self._outgoing = Outgoing()
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._looking: threading.Thread | None = None
@@ -224,7 +224,8 @@ def _with_collectives(progress: Progress, groups: Groups) -> Progress:
 
 
 def _with_begun(progress: Progress, groups: Groups | None) -> Progress:
-    """Without a look at the device, whose count would be none: the lowest is taken for the late worker's."""
+    """The progress without a look at the device, with the collectives that the host has begun: a count of none would be
+    the lowest, which is taken for the late worker's."""
     return progress if groups is None else replace(progress, collectives=groups.begun)
 
 

@@ -174,9 +174,9 @@ class FirstWeights:
         self._in_module = False
 
     def source(self, dit: nn.Module, config: DiTConfig) -> Callable[[int, int], ShardState]:
-        """State of any range of the flat vector; read or drawn again, once, where the DiT was trained, or rounded
-        them. A checkpoint is read when the first range is asked for; that raises FirstStateLost where it is not
-        whole, or not this user's to read."""
+        """Gives the state of any range of the flat vector. Values that the DiT has rounded, or trained since, are read
+        or drawn again, once. A checkpoint is opened when the first range is asked for; that raises FirstStateLost
+        where it is not whole, or not this user's to read."""
         if self._train.init_from:
             return self._learned(Path(self._train.init_from))
         named = trainable(dit)
@@ -305,7 +305,7 @@ class LateSizes(NamedTuple):
 
 
 def late_sizes(modules: EncoderSet, device: torch.device, never: Collection[Module] = ()) -> LateSizes:
-    """By the headers of their files; those of `never` are not made at all."""
+    """Sizes of the encoders that are not made yet, by the headers of their files; those of `never` are never made."""
     model, cuda = modules.config, device.type == "cuda"
     vae = text = 0
     if modules.lacks("vae") and "vae" not in never:

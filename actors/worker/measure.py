@@ -63,10 +63,10 @@ class CascadeMeasure:
         meter: Meter,
         device: torch.device,
         on_phase: PhaseListener,
-        gate: Callable[[], None] | None = None,
+        gate: Callable[[], None] | None,
     ) -> None:
-        """The cascade begins. `gate`: it may outlast its step, and returns from there when that has ended, before it
-        exchanges anything (`actors.worker.outlasting`)."""
+        """The cascade begins. With a `gate` it may outlast its step: before it exchanges anything it calls `gate`,
+        which returns when the step has ended (`actors.worker.outlasting`)."""
         self.counts_memory = True
         self._task, self._groups, self._watch, self._meter, self._gate = task, groups, watch, meter, gate
         self._cuda, self._device = device.type == "cuda", device

@@ -22,7 +22,7 @@ from ops.packed.graphed_blocks import held_by_graphs
 from ops.storages import StorageCount, storage_bytes
 from ops.units import GIB
 
-_LARGE = 0.5  # part of its room that a cascade takes which fragments may keep from being larger
+_LARGE = 0.5  # of its room: a cascade that takes less was not kept from taking more by fragments
 _TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _TRACED = (FakeTensor, FunctionalTensor)
 

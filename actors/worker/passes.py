@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def clean_frames(
     frame: FirstFrame, flow: FlowConfig, seed: int, step: int, key: str, grid: tuple[int, int, int]
 ) -> int:
-    """How many frames of its token grid the transformer gets of a sample as they are. Of an image there is no other
-    frame."""
+    """How many frames of a sample's token grid the transformer gets without noise: 1 where the first is given, else 0,
+    as of an image, which has no other frame."""
     given = frame.given or is_first_frame_given(flow, seed, step, key)
     return int(given and grid[0] > 1)
 

@@ -24,18 +24,18 @@ class PciDevice:
     numa: int | None
 
 
-def gpus(root: Path = SYS) -> list[PciDevice]:
+def gpus(root: Path) -> list[PciDevice]:
     """NVIDIA's GPUs by address, which is the order of `nvidia-smi`."""
     found = _of_nvidia(root, _DISPLAY)
     return sorted(found, key=lambda device: device.address)
 
 
-def has_nvswitch(root: Path = SYS) -> bool:
+def has_nvswitch(root: Path) -> bool:
     """Whether any GPU of the machine reaches any other over NVLink."""
     return any(True for _ in _of_nvidia(root, _BRIDGE))
 
 
-def nics(root: Path = SYS, rdma: str = "", ethernet: str = "") -> list[PciDevice]:
+def nics(root: Path, rdma: str = "", ethernet: str = "") -> list[PciDevice]:
     """Network cards by address that NCCL would use: those for RDMA with an active port or, where there is none, those
     for Ethernet that are up. `rdma` and `ethernet` choose them as NCCL_IB_HCA and NCCL_SOCKET_IFNAME do."""
     cards = _cards(root / "class" / "infiniband", rdma, _has_active_port)

@@ -24,11 +24,11 @@ class Stopwatch(Protocol):
         ...
 
     def has_come(self, mark: object) -> bool:
-        """Whether it has. Any thread may ask. Raises RuntimeError for a failure of the device."""
+        """Whether the moment has come. Any thread may ask. Raises RuntimeError for a failure of the device."""
         ...
 
     def wait(self, mark: object) -> None:
-        """Returns when it has come. Raises RuntimeError for a failure of the device."""
+        """Returns when the moment has come. Raises RuntimeError for a failure of the device."""
         ...
 
     def settle(self) -> None:

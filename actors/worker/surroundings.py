@@ -1,4 +1,4 @@
-"""Whether a worker reaches the other nodes of its generation: asked before it begins, and of one that is busy for long.
+"""Whether a worker reaches the other nodes of its generation: asked before it begins, and while one is busy for long.
 
 Ray sees every node from its head, and says nothing of two that do not reach each other. Their collectives would wait
 for as long as a step may take. The same is true of two whose packets get lost: TCP sends them again after ever longer
@@ -39,8 +39,8 @@ class Surroundings:
         self._asking: threading.Thread | None = None
 
     def enter(self, task: FormTask) -> NodesApart | None:
-        """Know the nodes of this generation from now on. What the worker does not reach of them, or hardly; one worker
-        of each node asks."""
+        """Know the nodes of this generation from now on. Returns those that the worker does not reach, or hardly; one
+        worker of each node asks, the others return None."""
         self.leave()
         if not task.doors:
             return None

@@ -115,7 +115,7 @@ class WorkDone:
 
     @property
     def ended_at(self) -> float | None:
-        """When the last cascade ended, in unix seconds; None while one goes on. As `read`."""
+        """When the last cascade ended, in unix seconds; None while one goes on. Raises as `read`."""
         self.read()
         return None if self._launched else self._ended_at
 

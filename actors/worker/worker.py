@@ -140,7 +140,7 @@ class Worker:
         self.encoding = self._encoding()
         modules = self.executor.modules
         self._frozen, self._late = modules.digests(), late_sizes(modules, self.device, settings.spared)
-        self._late_digests: dict[str, str] = {}  # of encoders that were made since
+        self._late_digests: dict[str, str] = {}  # of encoders that were made after the start
         self._store: torch.distributed.Store | None = None  # of the generation
         self._first_sums = checksums(trainable(modules.dit))
         if settings.train.init_from:  # compared among workers before the first step, as these are; not read later
@@ -327,7 +327,7 @@ class Worker:
         self.heartbeat.idle()
 
     def turn(self, task: TurnTask) -> TurnReport:
-        """Some work on an aside, as much as the turn allows. None of a generation that has ended."""
+        """Some work on an aside, as much as the turn allows; none where its generation has ended."""
         executor = self.executor
         if task.generation != executor.generation or executor.broken is not None:
             return TurnReport(aside=task.aside.name)

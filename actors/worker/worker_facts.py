@@ -72,7 +72,7 @@ def gpu_gib(device: torch.device) -> float:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The most of it that tensors have taken; 0 on a CPU."""
+    """The most memory of a worker's GPU that tensors have taken at a time; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
 
 
