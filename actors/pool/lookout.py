@@ -249,8 +249,8 @@ class Lookout:
         return [self._given_up(failed) for failed in hanging]
 
     def _recalled(self, report: MonitorReport) -> list[Event]:
-        """Workers that still wait for resources, and would take them on a node that is shunned now, or not on one that
-        is no more: they are asked for again, if still wanted. Ray does not move them."""
+        """Workers that still wait for resources, and were asked for while other nodes were shunned than now: they are
+        asked for again, if still wanted. Ray does not move them."""
         return self._recall([name for name in self._pool.misplaced if name not in report.seen])
 
     def _recall(self, waiting: Sequence[str]) -> list[Event]:

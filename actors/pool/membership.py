@@ -105,7 +105,7 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._gone: set[int] = set()
         self._available = 0
-        self._planned_s = 0.0
+        self._step_limit_s = 0.0
         self._loading = 0
         self._starves = False
         self._anew = False  # the running generation is to be formed again, of the same workers
@@ -193,7 +193,7 @@ class Membership:
             case Break():
                 self._broken(event, now)
             case StepDispatch():
-                self._planned_s = event.limit_s
+                self._step_limit_s = event.limit_s
             case Loading():
                 self._loading = event.count
             case Starvation():
@@ -352,7 +352,7 @@ class Membership:
         if member.phase not in ("recovering", "starting"):
             return ""
         waited = now - member.since
-        recover_s = max(limits.recover_s, self._planned_s + NOTICE_S if self._planned_s else 0.0)
+        recover_s = max(limits.recover_s, self._step_limit_s + NOTICE_S if self._step_limit_s else 0.0)
         recover_s = recover_s if self._proven else max(recover_s, limits.first_step_s)
         if member.phase == "recovering" and waited >= recover_s:
             return f"did not leave its broken groups within {recover_s:g} s"
@@ -488,13 +488,11 @@ class Membership:
             return
         if self._enough_since is None:
             self._enough_since = now
-        if not self._formed and self._more_to_come() and now - self._enough_since < self._limits.gather_s:
+        more_to_come = self._with("starting") or self._requested
+        if not self._formed and more_to_come and now - self._enough_since < self._limits.gather_s:
             return
         self._form(chosen, self._why, clean=self._clean, now=now)
         self._leave_out(why)
-
-    def _more_to_come(self) -> bool:
-        return bool(self._with("starting") or self._requested)
 
     def _form(self, members: list[Member], reason: str, *, clean: bool, now: float) -> None:
         members = sorted(members, key=_by_node)

@@ -64,7 +64,8 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """The process of a requested worker is up; it loads its modules now. Numbers are never used twice."""
+    """A requested worker is there. It is starting until LoadedWorker, which the lookout reports in the same look:
+    processes that load their modules are no members yet (`Loading`). Numbers are never used twice."""
 
     worker: int
     node: str
@@ -95,7 +96,7 @@ class LifeSign:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveNotice:
-    """Preemption notice or drain command: it goes at the next step boundary."""
+    """A preemption notice, its node is drained, or a drain command: the worker goes at the next step boundary."""
 
     worker: int
     reason: str = "leaving"
@@ -111,7 +112,7 @@ class Distrust:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspect:
-    """Silent, or far behind its plan."""
+    """A worker sends no heartbeats."""
 
     worker: int
     reason: str = "silent"

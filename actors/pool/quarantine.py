@@ -52,7 +52,7 @@ class Quarantine:
         return record.rest_s if record.until > now else None
 
     def distrust(self, where: HostGpu, now: float, rest_s: float) -> None:
-        """It seems to compute wrongly: its node rests for so long."""
+        """This GPU seems to compute wrongly: its node rests for `rest_s`."""
         self._records[where.node, where.gpu] = _Record(ended=_IN_A_ROW, until=now + rest_s, rest_s=rest_s)
 
     def worked(self, where: HostGpu) -> None:
@@ -61,7 +61,7 @@ class Quarantine:
             self._records.pop(key, None)
 
     def count(self, where: HostGpu) -> int:
-        """How many have ended there in a row."""
+        """How many workers have ended there in a row before their first step."""
         record = self._records.get((where.node, where.gpu))
         return record.ended if record is not None else 0
 

@@ -16,7 +16,7 @@ REQUESTED_SIZE = "requested_size.json"
 
 
 def keep_size(folder: Path, workers: int) -> None:
-    """Where the disk does not take it, it is known for as long as monitor or controller live."""
+    """Write a size. Where the disk does not take it, it is known for as long as monitor or controller live."""
     try:
         write_whole(folder / REQUESTED_SIZE, json.dumps({"workers": workers}) + "\n")
     except OSError as error:
@@ -24,12 +24,12 @@ def keep_size(folder: Path, workers: int) -> None:
 
 
 def kept_size(folder: Path) -> int | None:
-    """None where nobody has asked since the run was started, or the file is damaged."""
+    """The size; None where nobody has asked since the run was started, or the file is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads((folder / REQUESTED_SIZE).read_text(encoding="utf-8"))["workers"])
     return None
 
 
 def forget_size(folder: Path) -> None:
-    """A start by a person begins with workers.max."""
+    """Remove the size: a start by a person begins with workers.max."""
     (folder / REQUESTED_SIZE).unlink(missing_ok=True)

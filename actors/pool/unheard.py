@@ -24,7 +24,7 @@ class _Start:
 
 
 class UnheardStarts:
-    """Those of one run. `hosting` says where a worker's process is; None: it has none."""
+    """The unheard starts of one run. `hosting` says where a worker's process is; None: it has none."""
 
     def __init__(self, hosting: Callable[[str], HostGpu | None]) -> None:
         self._hosting = hosting

@@ -164,9 +164,7 @@ class Pool(ABC):
 class RayPool(Pool):
     """Workers that are Ray actors. One that finds no room stays pending, which is what Ray's autoscaler acts on."""
 
-    def __init__(
-        self, run: str, settings: WorkerSettings, monitor: MonitorHandle, worker_class: type[Worker] = Worker
-    ) -> None:
+    def __init__(self, run: str, settings: WorkerSettings, monitor: MonitorHandle, worker_class: type[Worker]) -> None:
         super().__init__()
         self._run, self._settings, self._monitor = run, settings, monitor
         # With concurrency groups Ray runs the other calls, still one at a time and in order, off the main thread.
