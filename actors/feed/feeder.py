@@ -208,7 +208,8 @@ class Feeder(AnsweringActor):
         return KnownItem(names=names, results=results, faults=found.faults)
 
     def _needs_pixels(self, item: DataItem) -> bool:
-        """Whether something has still to be encoded that is made of them. Asked by the engine, ahead of its step."""
+        """Whether a result that is made of the item's pixels has still to be encoded. Asked by the engine, ahead of the
+        item's step."""
         results = self._look_up(item).results
         return any(module not in results for module in self._facts.encoders.see_pixels)
 

@@ -27,7 +27,7 @@ class Growth:
     _over: int = field(default=0, init=False)  # steps in a row until now in which it was too large
 
     def begin(self) -> None:
-        """It is counted from what is seen from now on."""
+        """Growth is counted from what is seen from now on."""
         self.settled_bytes = self.now_bytes = self._steps = self._over = 0
 
     def seen(self, now_bytes: int) -> None:

@@ -52,7 +52,7 @@ class ItemCache:
         self._only = from_cache(config.cache)
 
     def names(self, item: DataItem) -> CacheNames:
-        """Reads captions, after which texts are named, where texts are kept: else who encodes them reads them alone."""
+        """Names of the results of an item's samples. Reads captions, after which texts are named, if texts are kept."""
         if not self._kept["text"]:
             return CacheNames(latents=self.latents(item))
         told = captions_of(item.job)

@@ -131,7 +131,7 @@ class StepSource:
         self._feeder: FeederHandle | None = None
         self._pulse: Pulse | None = None
         self._items: dict[int, Ref[tuple[DrawnItem, ...]]] = {}
-        self._told: dict[int, StepItems] = {}  # of these
+        self._told: dict[int, StepItems] = {}  # made of the answers in `_items`
         self._batches: dict[int, Ref[StepBatches]] = {}
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
@@ -251,7 +251,7 @@ class StepSource:
         return self._items_of(step).planned if step in self._items else None
 
     def data(self, step: int) -> StepData:
-        """Everything of a step; waits for its decoding. Raises DataError or DataLost."""
+        """Everything of a step; waits for its decoding. Raises DataError, DataIOError or DataLost."""
         if step not in self._ready:
             self.request(step)
             items, batches = self._items_of(step), self._get(self._batches[step])
@@ -358,8 +358,8 @@ class StepSource:
         return False
 
     def _has_answered(self, successor: Successor, answer: Ref[None] | Ref[DataCounts], longest_s: float) -> bool:
-        """Whether it has done what it was asked for. One that has failed, or takes too long, is given up: the feeder
-        goes on, and may grow by as much again before another one is tried."""
+        """Whether a successor has done what it was asked for. One that has failed, or takes too long, is given up: the
+        feeder goes on, and may grow by as much again before another one is tried."""
         waited_s = time.monotonic() - successor.since
         try:
             if wait([answer], timeout=0)[0]:
@@ -377,7 +377,7 @@ class StepSource:
         return False
 
     def _start(self, successor: Successor) -> None:
-        """Have it begin at the first step that nobody was asked for, once the position before that is known."""
+        """Have the successor begin at the first step that was not asked for, once the position before that is known."""
         if successor.from_step is None:
             successor.from_step = self.next_unasked
         if successor.from_step >= self._last:
@@ -387,7 +387,8 @@ class StepSource:
             successor.started = successor.feeder.start.remote(successor.from_step, position, self.avoid)
 
     def _await_start(self, timeout_s: float) -> bool:
-        """Wait for the successor, which has the next steps, at most so long. False: it takes over at the next look."""
+        """Wait for the successor, which has the next steps, at most `timeout_s`. Returns False: it takes over at the
+        next look."""
         if self._successor is not None and self._successor.started is not None:
             wait([self._successor.started], timeout=timeout_s)
         return False
@@ -411,7 +412,7 @@ class StepSource:
         self._tell(FeederRenewed(from_step=successor.from_step, settled_mib=mib[0], grown_mib=mib[1]))
 
     def _drop_successor(self) -> None:
-        """Another one is opened where the feeder grows by as much again."""
+        """End the successor, if there is one. Another one is opened where the feeder grows by as much again."""
         if self._successor is not None:
             _end(self._successor.feeder, self._successor.pulse)
         self._successor = None
@@ -444,7 +445,7 @@ class StepSource:
 
 
 def _end(feeder: FeederHandle, pulse: Pulse | None) -> None:
-    """Also one that is stopped and hears nothing."""
+    """End a feeder, also one that is stopped and hears nothing."""
     kill(feeder)
     if pulse is not None and (stopped := pulse.stopped) is not None:
         kill_process(stopped.node, stopped.pid, stopped.born)

@@ -117,7 +117,7 @@ class Planner:
 
 
 def learn_limit(profile: Profile, found: MemoryExceeded, text_tokens: Mapping[str, int]) -> bool:
-    """Whether it is news to the profile that this cascade does not fit."""
+    """Have the profile know that this cascade does not fit. Returns whether that is news."""
     samples = samples_of(found.pieces, text_tokens)
     return profile.exceed(profile.footprint(found.module, samples, found.degree), found.missing_gib)
 

@@ -121,8 +121,8 @@ def _worth_launching(of_longest: float, fit: Fit, measured: Sequence[Load]) -> f
 
 def _by_all_points(profile: Profile, of_prices: Fit, exponent: float) -> Fit:
     """The fit to all measured points of the DiT, whatever their batch, at this p or at the one that they tell: where
-    they are noisy, the p of the best R^2 is only noise, and batches would follow it. That `of_prices` where few are
-    measured."""
+    they are noisy, the p of the best R^2 is only noise, and batches would follow it. Returns the fit `of_prices` where
+    few are measured."""
     loads, seconds = profile.points("dit")
     if len(loads) < LEAST_POINTS:
         return of_prices

@@ -137,7 +137,7 @@ class PlannerClient:
         return SizesAnswer(self._actor.best_sizes.remote(buckets, limits, room_gib))
 
     def begin(self, fetched: bool) -> None:
-        """A generation begins, whose workers fetch the weights of blocks from host memory, or have them."""
+        """A generation begins. `fetched`: its workers fetch the weights of blocks from host memory."""
         copies = self._copies if fetched else ON_DEVICE
         if self._copies is None or copies == self._profile.fetched:
             return
@@ -148,7 +148,7 @@ class PlannerClient:
 
     def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
         """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.
-        Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
+        Returns whether that is news. `text_tokens`: by item, what the profile counts the cascade by."""
         self._asked = None
         self._actor.exceeded.remote(found, text_tokens)
         if self._keep_in is not None:  # a resume must not run into it again; what was asked for does not have it

@@ -46,7 +46,7 @@ class Demand:
         return max((self._need_of(needs, clip, legal) for clip in self.clips), default=0.0)
 
     def fits(self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float) -> bool:
-        """Whether it does on that number of workers with `memory_gib` each."""
+        """Whether the demand fits on this number of workers with `memory_gib` each."""
         room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
         return self.need_gib(found.needs, degrees, workers) <= room
 
@@ -67,13 +67,13 @@ class Demand:
     def fewest(
         self, found: MemoryForecast, degrees: Sequence[int], memory_gib: float, least: int, most: int
     ) -> int | None:
-        """The smallest number of workers from `least` to `most` on which it fits."""
+        """The smallest number of workers from `least` to `most` on which the demand fits."""
         counts = range(least, most + 1)
         return next((workers for workers in counts if self.fits(found, degrees, workers, memory_gib)), None)
 
     def least_gib(self, found: MemoryForecast, degrees: Sequence[int], workers: int) -> float:
-        """GiB of a GPU on which it fits with that number of workers; of the least degree where all take more
-        workers."""
+        """GiB of a GPU on which the demand fits with this number of workers, or with the least degree where all degrees
+        take more workers."""
         legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
         need = self.need_gib(found.needs, legal, max(legal))
         taken = max(found.states(workers).total + need, found.loaded_gib)

@@ -100,9 +100,7 @@ class _Encoders:
 class Forecasts:
     """Forecasts of models that differ in some settings: what they have in common is predicted once."""
 
-    def __init__(
-        self, geometry: Geometry, clips: Sequence[PixelShape], cuda: bool, spared: Spared = NOTHING_SPARED
-    ) -> None:
+    def __init__(self, geometry: Geometry, clips: Sequence[PixelShape], cuda: bool, spared: Spared) -> None:
         self._geometry, self._clips, self._cuda, self._spared = geometry, tuple(clips), cuda, spared
         self._dit: dict[object, Needs] = {}
         self._encoders: dict[object, _Encoders] = {}

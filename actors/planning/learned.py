@@ -123,8 +123,8 @@ def save_learned(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> N
 
 
 def take_up(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> str:
-    """Go on with what an earlier start of this run has learned. Returns why it is refused, or "": measured in another
-    setting, or no profile at all."""
+    """Go on with what an earlier start of this run has learned. Returns why it is refused: measured in another setting,
+    or no profile at all; "": it is not, or there is nothing."""
     path = run_dir / LEARNED
     if not path.is_file():
         return ""
@@ -149,7 +149,7 @@ def refuse_other(profile: Profile, setting: ProfiledSetting, path: str) -> None:
 
 
 def _other_than(profile: Profile, setting: ProfiledSetting) -> str:
-    """What a profile holds for where that is not the setting; "": it may be."""
+    """In which setting a profile holds where that is not `setting`; "": it may be the same."""
     found = profile.setting
     if found is None:
         return ""

@@ -71,7 +71,7 @@ class MemoryForecast:
     largest_parameter: int = 0  # weights of the largest that is trained
     spared_bytes: int = 0  # by frozen weights in 8 bits
     in_blocks: int = 0  # bytes of weights of blocks, if they can be fetched; else 0. Beside LoRA the frozen ones alone
-    largest_block: int = 0  # bytes of the largest in a buffer
+    largest_block: int = 0  # bytes of the buffer into which the largest of these blocks is fetched
     frozen_blocks: bool = False  # what can be fetched is frozen; what is trained lies on the device
     graphs_gib: float = 0.0  # of CUDA graphs of small passes, which a GPU has where it has room for them
     has_graphs: bool = False
@@ -138,7 +138,8 @@ class MemoryForecast:
         return (self.parameters - self.trained) * self.parameter_bytes - self.spared_bytes + flat
 
     def _gradient_bytes(self, workers: int, largest: int, here: int) -> int:
-        """What it takes of the device of one of `here` workers of a node."""
+        """Bytes of the gradient on the device of a worker, one of `here` on its node. `largest`: elements of the
+        largest range of a worker."""
         if self.deepspeed:  # fp32 parameters, reduced in one bucket of their size
             return 8 * self.trained
         if self.places.gradients == "own":

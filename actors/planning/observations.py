@@ -94,8 +94,9 @@ def samples_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> list[
 
 
 def learn(profile: Profile, found: Iterable[Observation], island_gbps: float = 0.0) -> list[str]:
-    """Tell the profile; one sentence for each that it refuses. What a bag has taken more in NVLink islands that it did
-    not need is no part of its price, by a GPU's GB/s to another island or what the profile says of it."""
+    """Have the profile learn these. Returns a sentence for each that it refuses. What a bag has taken more in NVLink
+    islands that it did not need is no part of its price, by a GPU's GB/s to another island (`island_gbps`; 0: what the
+    profile says)."""
     refused = []
     # asked of all of them first: each moves the fit, and to make that anew takes longer than all else here
     asked = []

@@ -69,10 +69,10 @@ def profile_of(
 ) -> Profile:
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
     Raises PlanError for a bad file, and for one that was measured in another setting, as far as `device` and `train`
-    are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name. `gpus` of a node, which copy weights
-    from its memory where `train` says that these lie there; where `auto` has them lie, `tell_fetched` adds later, and
-    in a run the planner, generation by generation (`copies_if_fetched`). `part`: what is trained (None: what the
-    model's settings say, for which a model of 14B is looked at for seconds)."""
+    are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name. `gpus`: of a node, which copy weights
+    from its memory where `train` says that these lie there; where `auto` decides that, `tell_fetched` adds the copies
+    later, and in a run the planner, generation by generation (`copies_if_fetched`). `part`: what is trained (None: what
+    the model's settings say, for which a model of 14B is looked at for seconds)."""
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
@@ -218,7 +218,7 @@ def _proportions(
     train: TrainConfig | None,
     part: TrainedPart,
 ) -> Fit:
-    """The FLOP model of a transformer whose level points set: a GPU that nobody knows is not timed for it."""
+    """The FLOP model of a transformer, whose level measured points set: a GPU that nobody knows is not timed for it."""
     if device not in ("", "cpu") and device_speed(device, measured) is None:
         device = _ASSUMED
     return flop_profile(model, geometry, device, measured, train, part).models["dit"]
@@ -236,7 +236,8 @@ def assumption(device: str) -> str:
 
 
 def _vae_flops_per_pixel(vae: VAEConfig, bf16: DeviceSpeed, own: DeviceSpeed, train: TrainConfig) -> float:
-    """As many as take as long on the device that is slowest in bf16 as the VAE's on that of its `own` precision."""
+    """FLOPs of a VAE's pixel in bf16 on the device `bf16` that take as long as the VAE's own, in its precision, on
+    `own`: each is the slowest device of the run in that precision."""
     if vae.dtype_on("cuda") == "bfloat16":
         return _VAE_FLOPS_PER_PIXEL
     return _VAE_FLOPS_PER_PIXEL * bf16.bf16_tflops / own.peak_tflops("tf32" if train.allows_tf32 else "float32")

@@ -29,8 +29,9 @@ def predict_dit(
     precision: Precision,
     by_frame: bool = False,
 ) -> None:
-    """Two sizes alone, one of them with the longest caption, too; one size at the lowest and the highest degree, and
-    the smallest one at the highest. `by_frame`: each frame has a time of its own, and with it rows of the modulation.
+    """Fill in what the DiT `needs`, from passes of two sizes on one worker, one of them with the longest caption, too;
+    of one size at the lowest and the highest degree, and of the smallest at the highest. `by_frame`: each frame has a
+    time of its own, and with it rows of the modulation.
 
     Captions are of any length, and a row of text takes less than one of video (where text is only attended to, a
     thirtieth), so a line through clips with one caption would be below those with a shorter one. A rank of a bag holds

@@ -30,7 +30,7 @@ class GenerationRoom:
 
     sizes: MemoryForecast
     degrees: tuple[int, ...] = (1,)  # of DiT cascades that may be planned
-    bag_peers: int = 0  # that all bags of a worker have together at a time; 0: no limit
+    bag_peers: int = 0  # at most, of a worker in all its open bags together; 0: no limit
 
     def of(self, infos: Sequence[WorkerInfo]) -> tuple[float | None, ...]:
         """GiB for cascades on each of these workers, in their order, once they have formed a generation: the training
