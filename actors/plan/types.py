@@ -16,8 +16,6 @@ Module = Literal["text", "vae", "dit"]
 ENCODED: tuple[Module, ...] = ("text", "vae")  # modules whose results a DiT cascade takes, and a cache keeps
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
 MODULES: tuple[Module, ...] = (*ENCODED, "dit")
-
-
 MOST_GPUS = 65_536  # of a cluster that is planned for: more is a slip, and would take all memory and hours
 
 
@@ -81,7 +79,7 @@ class Cascade:
     """One unit of text, vae or dit work on a fixed set of workers. Made by a strategy, executed by these workers.
 
     `workers` is in rank order of the bag; `degree == len(workers)`. `step` is the step of its items, which may be
-    later than the step during which it runs (encode cascades that fill gaps). A knapsack cascade has several parts.
+    later than the step during which it runs (encode cascades that fill gaps). A packed cascade has several parts.
     """
 
     id: str

@@ -19,7 +19,7 @@ BETTER = 0.9  # of the error of what has fewer numbers or more physics: above it
 LEAST_POINTS = 6  # fewer are no fit: they scale the prior
 RESIDUAL_POINTS = 24  # of the VAE, from which its residual is tried
 EXPONENTS = tuple(1.6 + 0.05 * step for step in range(17))  # of the AdaptiveLoad form, that are tried
-_ALIKE = 2.0  # times the least of some seconds is the most, where they count as nearly constant
+_ALIKE = 2.0  # largest over smallest of some seconds, up to which they count as nearly constant
 _ROUNDS = 4  # of a fit whose errors are relative to what it says; the first are to what was measured
 _LEAST_PART = 0.1  # of a measured point is what an error is relative to, at least
 # How far a point may be from its law by noise, and how sure is what is known of a bag apart from its points: by what
@@ -53,7 +53,7 @@ class Fit:
 
     @property
     def quality(self) -> str:
-        """In words that hold for what is nearly constant, too."""
+        """The quality in words that hold for what is nearly constant, too."""
         if self.unseen is not None:
             return f"R^2 {self.r2:.3f}, error at points left out {self.unseen}"
         if not self.poor:

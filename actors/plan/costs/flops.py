@@ -63,9 +63,9 @@ def flop_costs(
     launch_s: float,
     exchange_gbps: float,
     host_gbps: float,
-    encoder_tflops: float | None = None,
-    part: TrainedPart | None = None,
-    element_bytes: int = 4,
+    encoder_tflops: float | None,
+    part: TrainedPart | None,
+    element_bytes: int,
 ) -> dict[str, Fit]:
     """The FLOP model of a transformer with its encoders; of those whose FLOPs are not given, by their settings. Weights
     of a text encoder that lie in host memory are copied for every cascade: as many as its products have."""
@@ -154,7 +154,7 @@ class DiTWork:
         return again * self.forward.attention(tokens, text, frames) / 1e12
 
     def computed_tflop(self, samples: int, tokens: int, text: int = 0, frames: int = 1) -> float:
-        """The same with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2): what HFU counts."""
+        """`model_tflop` with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2), for HFU."""
         return samples * self._tflop(self.recomputes, tokens, text, frames)
 
     def _tflop(self, again: bool, tokens: int, text: int, frames: int) -> float:

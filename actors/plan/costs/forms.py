@@ -84,19 +84,19 @@ def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:
-    """The same, where all-to-alls take time however little they send: the calls of a cascade."""
+    """As `_arachne`, where all-to-alls take time however little they send: the calls of a cascade."""
     return *_arachne(load, exponent), load.call_s
 
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
-    """The same for blocks that attend in turn within a frame, to the text there, and along a position. Every member has
-    all text; an exchange moves the activations of a block once, and counts as far as it is exposed: by Ulysses all of
-    it. The member with most frames and most positions decides; every slice has its own launches."""
+    """Blocks that attend in turn within a frame, to the text there, and along a position. Every member has all text; an
+    exchange moves the activations of a block once, and counts as far as it is exposed: by Ulysses all of it. The member
+    with most frames and most positions decides; every slice has its own launches."""
     return _in_turn(load, 0)
 
 
 def _spatial_temporal_text(load: Load, exponent: float) -> tuple[float, ...]:
-    """The same where blocks of both kinds attend to the text."""
+    """As `_spatial_temporal`, where blocks of both kinds attend to the text."""
     return _in_turn(load, load.text_tokens)
 
 

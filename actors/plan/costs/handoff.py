@@ -57,8 +57,8 @@ class HandoffEstimate:
         self.seen.append((num_bytes, seconds))
 
     def cost(self, typical_cascade_s: float) -> Handoff | None:
-        """None before enough is known. Nothing while a typical handoff is below 1 % of a typical DiT cascade: then
-        placement by handoff would make every search dearer and no plan better."""
+        """None before enough is known. A handoff costs nothing while a typical one is below 1 % of a typical DiT
+        cascade: then placement by handoff would make every search dearer and no plan better."""
         if len(self.seen) < _LEAST:
             return None
         if statistics.median(s for _, s in self.seen) < _MATTERS * typical_cascade_s:

@@ -96,9 +96,8 @@ class KnownCosts:
     _calls: CallLatency | None = None
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
-    _cache: dict[tuple[Module, Samples, float], tuple[tuple[int, float], ...]] = field(
-        default_factory=dict
-    )  # of `CascadePrices.modes`
+    # of `CascadePrices.modes`
+    _cache: dict[tuple[Module, Samples, float], tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
@@ -160,7 +159,7 @@ class KnownCosts:
         return chosen
 
     def _model_of_file(self, module: Module) -> Fit | None:
-        """The same as it was before a run."""
+        """The model of the file's points alone, as it was before a run."""
         if module not in self._file_fits:
             keys = sorted(key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0))
             loads = [self.load(key, self.text_tokens.get(key, 0)) for key in keys]

@@ -60,8 +60,8 @@ def footprint(
     tokens: Callable[[int, int, int], int],
     needs: Needs | None = None,
 ) -> Footprint:
-    """Memory of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `needs`
-    says what a row counts."""
+    """The footprint of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width).
+    `needs` says what a row counts, and how many clips a VAE encodes at a time."""
     if module == "dit":
         kind = SOLO if degree == 1 else BAG
         share = degree * needs.text_rows[kind] if needs and kind in needs.text_rows else 1.0
@@ -90,7 +90,7 @@ WHOLE = ClipBatches(math.inf)  # all at once
 
 
 def clip_kind(shape: PixelShape, degree: int = 1) -> str:
-    """NeedKey of the VAE cascades of clips of this shape; a bag encodes them tile by tile."""
+    """Kind of the VAE cascades of clips of this shape; a bag encodes them tile by tile."""
     frames, height, width = shape
     return f"{frames}f {height}x{width}{'' if degree == 1 else ' tiles'}"
 
@@ -328,7 +328,7 @@ class Needs:
         return self.missing[found.size] if self.tries.get(found.size, 0) >= TRIES else None
 
     def exceed(self, found: Footprint, missing_gib: float = 0.0) -> bool:
-        """A cascade ran out of memory. Whether that teaches anything: a stricter limit, or one try less."""
+        """A cascade ran out of memory. Returns whether that teaches anything: a stricter limit, or one try less."""
         key = found.size
         before = self.tries.get(key, 0)
         stricter = found.units < self.limits.get(found.line, math.inf) * _BELOW

@@ -139,7 +139,7 @@ class CascadePrices(KnownCosts):
         return min(fixed / model.predict(load), 1.0) * computed if computed is not None else 0.0
 
     def penalty_once(self, module: Module, part: Samples, degree: int) -> float:
-        """The same of `penalty`: what a bag over nodes takes more for every peer, however little it sends to them."""
+        """As `once`, of `penalty`: what a bag over nodes takes more for every peer, however little it sends to them."""
         if degree == 1:
             return 0.0
         if module == "dit" and self.cross_node.by_rows:
@@ -161,7 +161,7 @@ class CascadePrices(KnownCosts):
         return inside + self.cross_node.fall(spanned.overlap) * more
 
     def _again_beside_copies(self, parts: Sequence[Samples], degree: int) -> float:
-        """The same of a transformer whose weights are fetched, on one node."""
+        """As `again`, for parts of a transformer whose weights are fetched, on one node."""
         prices = [self.price("dit", part, degree) or 0.0 for part in parts]
         computed = sum(self.computed("dit", part, degree) or 0.0 for part in parts)
         launches = _again([self._launches("dit", part, degree) for part in parts])

@@ -273,7 +273,7 @@ class Profile(CascadePrices):
         self._cache.clear()
 
     def exceed(self, found: Footprint, missing_gib: float = 0.0) -> bool:
-        """Learn that a cascade ran out of memory. Whether the next plan avoids it, or may try it once more."""
+        """Learn that a cascade ran out of memory. Returns whether that teaches anything, as `Needs.exceed`."""
         self._cache.clear()
         return self.needs.exceed(found, missing_gib)
 
@@ -329,7 +329,7 @@ class Profile(CascadePrices):
             self.forget(*next(iter(self.spanning)))
 
     def _price_handoffs(self) -> None:
-        """Where they matter beside the cascades that are known."""
+        """Follow what was seen of handoffs, which cost nothing while they are short beside the cascades of the DiT."""
         cascades = sorted(
             [point.seconds for key, point in self.live.items() if key[0] == "dit"]
             or [s for key, s in self.measured.items() if key[0] == "dit"]

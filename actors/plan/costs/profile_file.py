@@ -104,9 +104,8 @@ class ProfileFile:
 
     def __post_init__(self) -> None:
         refuse_below(0, self, "exchange_s", "exchange_calls", "element_bytes")
-        if not (
-            self.latency or self.ran_over_nodes or self.needs.kinds
-        ):  # of a run that soon lacked memory: no seconds
+        # A file with needs alone is of a run that soon lacked memory: it has no seconds.
+        if not (self.latency or self.ran_over_nodes or self.needs.kinds):
             raise ValueError('no "latency" entries, so nothing can be priced. Measure at least one point.')
         for module, degrees in self.degrees.items():
             if module not in MODULES:

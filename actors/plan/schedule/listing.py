@@ -127,7 +127,7 @@ class ListSchedule:
         self.placed.append(Placement(index, workers))
 
     def fill(self, deadline: float, more: Sequence[PlannedJob] = ()) -> None:
-        """Encodes of later steps, `more` of them too, into idle gaps; the most urgent and largest first.
+        """Put encodes of later steps, and `more` of them, into idle gaps; the most urgent and largest first.
 
         They start before the end of the step and end by it; nothing else moves. The cheapest degree that finds a gap is
         taken, in the earliest gap. The schedule's order is by start time afterwards.

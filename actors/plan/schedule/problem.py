@@ -46,16 +46,14 @@ class PlanOptions:
     strategy: str = "cascade"
     budget_s: float = 0.2
     degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: all the profile allows
-    topology: str = ""  # knapsack only; empty: chosen by itself
+    topology: str = ""  # knapsack and knapformer only; empty: chosen by itself
     static_degree: int = 0  # static only; 0: the best fixed degree for this workload
     proof_s: float = 20.0  # exact only: seconds that it may take even if the budget is smaller, as a proof needs them
     split: bool = True  # a batch may run as several cascades
     lookahead: int = 1  # steps whose encodes may fill gaps of this one
     replans: bool = False  # only the first step will be executed: the budget is spent on it alone
     least_gain: float = 0.0  # share of a step that cut batches or packed bags must save before they are chosen
-    bag_peers: int = (
-        0  # a bag with more has a communicator too many: planned where no smaller one is legal; 0: no limit
-    )
+    bag_peers: int = 0  # a bag with more peers is planned only where no smaller one is legal; 0: no limit
     counted: bool = False
     """A search ends with its counted work, however long that takes: the same plan on any machine. Not that of a large
     cluster in cells, whose rounds the clock ends."""
@@ -465,7 +463,7 @@ def at_best(
     return [(k, s + topology.least_fall * more.get(k, 0.0) if k > topology.largest else s) for k, s in modes]
 
 
-def index_items(steps: Sequence[Sequence[Item]], first_step: int = 0) -> dict[ItemKey, Item]:
+def index_items(steps: Sequence[Sequence[Item]], first_step: int) -> dict[ItemKey, Item]:
     """Items by (step, id). Raises PlanError when an id occurs twice in a step."""
     items: dict[ItemKey, Item] = {}
     for number, step in enumerate(steps, first_step):

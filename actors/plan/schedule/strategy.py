@@ -13,7 +13,7 @@ from actors.plan.types import Cascade
 class Strategy(Protocol):
     """Finds cascades. Its file is `strategies/NAME.py` and ends with `STRATEGY: type[Strategy] = ITS_CLASS`.
 
-    An instance is made before its time is taken: what is needed once per machine belongs into `__init__`.
+    An instance is made before its time is taken: what is needed once per process belongs into `__init__`.
     """
 
     name: str

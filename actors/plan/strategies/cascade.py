@@ -35,7 +35,7 @@ class CascadeSearch:
     name = "cascade"
 
     def __init__(self) -> None:
-        native.library()  # compiled on the first call of a machine
+        native.library()  # loaded on the first call of a process
 
     def plan(self, problem: Problem, seed: int) -> list[Cascade]:
         options = problem.options

@@ -8,7 +8,7 @@
    Where it matters who is in a bag (handoffs, rails, NVLink islands, unequal speeds), every worker is placed by name:
    see place_bag.
 
-   Every second restart of a step on idle workers runs backwards: dits first, then their encodes, which fill the ragged
+   Two of three restarts of a step on idle workers run backwards: dits first, then their encodes, which fill the ragged
    end; the schedule is read from its end. Threads do not share anything. */
 #include <math.h>
 #include <stdint.h>

@@ -24,7 +24,7 @@ FEW_NODES = 4  # up to which bags over more nodes than necessary are tried
 
 @dataclass(slots=True)
 class BagCosts:
-    """What it costs who is in a bag. A worker is a bit of its node's word."""
+    """Costs that depend on which workers of a node are in a bag. A worker is a bit of its node's word."""
 
     who: np.ndarray  # [G, S] number inside its node of the worker of each free time
     holds: bool  # bags are drawn to the workers that have their inputs
@@ -172,8 +172,8 @@ def _bag_costs(
     context: StepContext,
     size: int,
 ) -> BagCosts | None:
-    """What it costs who is in a bag; None where workers are equally quick and handoffs and NVLink islands cost nothing,
-    or where nodes are not kept to."""
+    """Costs by which workers are in a bag; None where workers are equally quick and handoffs and NVLink islands cost
+    nothing, or where nodes are not kept to."""
     topology, mapper = problem.topology, problem.options.mapper
     inputs = EarlyInputs(problem, context)
     delay = np.array([inputs.of(job)[0] for job in jobs])
