@@ -6,9 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_NEW_OBJECTS = (
-    20_000  # between two looks at what is new; Python's own 700 are some 600 looks in a step of 1,024 workers
-)
+# between two looks at what is new; Python's own 700 are some 600 looks in a step of 1,024 workers
+_NEW_OBJECTS = 20_000
 
 
 @contextmanager

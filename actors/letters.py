@@ -38,12 +38,12 @@ class RelayedCall:
     name: str  # on Ray's timeline
     arguments: tuple[object, ...]
     references: tuple[Ref[object] | RelayedResult, ...] = ()
-    reads_data: bool = False  # they come from the feeder
-    publishes: bool = False  # it is asked for by `Relay.published`
+    reads_data: bool = False  # references come from the feeder
+    publishes: bool = False  # its results may be asked for by `Relay.published`
 
     @property
     def cascade_task(self) -> CascadeTask:
-        """What it asks for, if that is a cascade."""
+        """The cascade, or the end of one, that the call asks for. Not for calls that ask for anything else."""
         task = self.arguments[0]
         assert isinstance(task, CascadeTask), f"{self.name} is no call for a cascade"
         return task

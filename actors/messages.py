@@ -212,7 +212,7 @@ class FailedStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
-    """Where a worker lives; sent once when it is ready."""
+    """What a worker says of itself, its node and its GPU; sent once when it is ready."""
 
     worker: str
     node: str

@@ -60,7 +60,7 @@ def get_all(references: Sequence[Ref[T]], timeout: float | None = None) -> list[
 
 
 async def answer_of(reference: Ref[T]) -> T:
-    """The same for a method of an asynchronous actor, which does other things meanwhile."""
+    """As `get`, in a method of an asynchronous actor, which does other things meanwhile."""
     held: object = reference
     assert isinstance(held, Awaitable), f"{held!r} is no reference"
     value: T = await held

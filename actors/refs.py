@@ -5,10 +5,10 @@ ten plain lines:
 
     class WorkerHandle(Protocol):
         @property
-        def form(self) -> Method[[FormTask], Snapshot | None]: ...
+        def turn(self) -> Method[[TurnTask], TurnReport]: ...
 
-    seat.handle.form.remote(task)                      # Ref[Snapshot | None]
-    get(seat.handle.form.remote(task), timeout=60)     # Snapshot | None; see actors.ray_calls
+    seat.handle.turn.remote(task)                      # Ref[TurnReport]
+    get(seat.handle.turn.remote(task), timeout=60)     # TurnReport; see actors.ray_calls
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     tell(WorkerDied(worker="w3", why="last heard of in 'dit' of step 7"))          # whoever has seen it
     listener.on_event(event.stamped(generation))                     # the controller: when, and in which generation
     {"time": 1795391317.9, "event": "dead", "generation": 1, "worker": "w3", "why": ...}     # events.jsonl
-    event_of(line).describe()                                        # "worker w3 died (in 'dit' of step 7)"
+    event_of(line).describe()                            # "worker w3 died (last heard of in 'dit' of step 7)"
 
 A new kind is one class here: its name in the file, its fields, its words, and whether it disturbs the running step.
 """
