@@ -257,8 +257,8 @@ class AsideThread:
         self._thread.start()
 
     def is_ready(self, wait: bool) -> bool:
-        """Whether it stands before a piece; otherwise it reads its weights or waits for others, which may take minutes,
-        or has failed."""
+        """Whether the aside stands before a piece; otherwise it reads its weights or waits for others, which may take
+        minutes, or has failed."""
         with self._change:
             while wait and self.next_piece is None and not self.has_ended:
                 self._change.wait(_LATEST)

@@ -76,12 +76,14 @@ class Executor:
         copies: HostCopies | None = None,
         meter: Meter | None = None,
         name: str = "",
+        ahead_s: float = _AHEAD_S,
     ) -> None:
         """`on_phase` is called with what the worker does now. With `copies`, on CUDA, published results are copied
-        while the next cascades run, and taken from there. `name` is the worker's."""
+        while the next cascades run, and taken from there. `name` is the worker's. The host queues at most `ahead_s` of
+        planned work after the cascade that the device is in."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.copies = on_phase, copies
-        self.meter, self.name = meter or NoMeter(), name
+        self.meter, self.name, self._ahead_s = meter or NoMeter(), name, ahead_s
         self.frame = FirstFrame.of(modules.config)
         self.attention = AttentionRoom.of(
             modules.config.dit, train.memory.attention, train.element_bytes, device.type == "cuda"
@@ -226,14 +228,14 @@ class Executor:
                 self.sync.start_sum()
 
     def _come_near(self, generation: int) -> None:
-        """Returns when at most `_AHEAD_S` of planned work is queued after the cascade that the device runs. Queued work
+        """Returns when at most `ahead_s` of planned work is queued after the cascade that the device runs. Queued work
         cannot be cancelled, and a worker whose generation has ended answers only when its device has finished it.
         Raises as `admit`, and DeviceFailure."""
         while True:
             self.admit(generation)
             with self._blamed():
                 self.work.read()
-            if sum(one.predicted_s for one in self.work.under_way[1:]) <= _AHEAD_S:
+            if sum(one.predicted_s for one in self.work.under_way[1:]) <= self._ahead_s:
                 return
             time.sleep(_LOOK_S)
 

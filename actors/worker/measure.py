@@ -143,7 +143,7 @@ class CascadeMeasure:
         self._worked = self._watch.mark()
 
     def end(self, need_gib: float | None, *, first_here: bool = False, kept_attention: bool = False) -> Launched:
-        """It ends here, before the copies of published results. What it returns keeps none of the inputs."""
+        """The cascade ends here, before the copies of published results. What this returns keeps none of the inputs."""
         ended = self._phases("idle")
         waited, self._gate, task = self._groups.clock.take(), None, self._task
         span = Span(

@@ -1,6 +1,7 @@
 """An encode for a later step that its own step does not wait for: it goes on in a thread beside the step's end.
 
     outlasting = OutlastingEncode(task, encode)   # on the task thread, after the step's other cascades
+    outlasting.start()
     ...                                           # sum, update, snapshot
     results = outlasting.end()                    # exchanges with its bag, and returns what `encode` has returned
 
@@ -22,7 +23,7 @@ class OutlastingEncode:
     """One such encode of this worker. A worker has at most one: it is the last cascade of its step here."""
 
     def __init__(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:
-        """Begins. `encode` runs in the thread, and calls `pass_gate` before its first collective."""
+        """`encode` runs in the thread that `start` begins, and calls `pass_gate` before its first collective."""
         self.task = task
         self.launched: Launched | None = None  # what is measured of it
         self.kept: list[EncodeResult] = []  # results that stay on this worker
@@ -52,7 +53,7 @@ class OutlastingEncode:
         return self._results
 
     def abandon(self) -> None:
-        """Wait until the thread has ended, however. The groups are closed before: its collectives raise."""
+        """Wait until the thread has ended, well or not. Where the groups were closed before, its collectives raise."""
         self._gate.set()
         self._thread.join()
 
