@@ -21,7 +21,7 @@ def assemble_state(
     positions: PositionSource,
     events: Events,
 ) -> RunState:
-    """Waits for keepers that live, as long as `snapshot.patience_s`."""
+    """The state of a run. Waits for keepers that live, as long as `snapshot.patience_s`. Raises OtherKeepers."""
     keepers = Keepers(run, config.snapshot, events.tell)
     # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
     standing = keepers.take_over(config.snapshot.patience_s)

@@ -72,7 +72,7 @@ class _Asking:
         self.withheld: set[Path] = set()
 
     def is_marked(self, folder: Path, again: bool = True) -> bool:
-        """Whether it has COMPLETE. Not `again`: one that is known stays so, and others are from now on."""
+        """Whether it has COMPLETE. With `again` False a known one is not asked, and one that has it becomes known."""
         if not again and folder in self._known:
             return True
         try:

@@ -179,7 +179,7 @@ class CheckpointsOnDisk:
         return given
 
     def _may_count(self, folder: Path, unseen: bool) -> bool:
-        """Whether it is whole, as far as is known; `unseen`: also where storage does not say."""
+        """Whether a checkpoint is whole, as far as is known; `unseen`: True also where storage does not say."""
         try:
             return is_complete(folder) and not self._verdicts.get(_stamp(folder))
         except LaterFormat:

@@ -79,7 +79,7 @@ class Keepers:
         self._copies = config.copies if config.enabled else 0
         self._unfit: dict[str, float] = {}  # nodes without workers on which the state cannot be -> monotonic seconds
         self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle
-        self._lost: dict[str, KeeperHandle] = {}  # of those that are gone, until there is another: calls to it fail
+        self._lost: dict[str, KeeperHandle] = {}  # keepers that are gone, until there are others: calls to them fail
         self._nodes: dict[str, str] = {}  # actor name -> node
         self._homes: dict[int, str] = {}  # rank -> actor name of the keeper of its node
         self._placed: dict[int, tuple[str, ...]] = {}  # rank -> those that copy its shards
@@ -168,7 +168,7 @@ class Keepers:
         return [self._handles[name] for name in sorted(names) if name in self._handles]
 
     def gone(self) -> list[str]:
-        """Keepers in use that the last commit could not be sent to. Never waits."""
+        """Keepers that the last commit could not be sent to. Never waits."""
         if (told := self._told) is not None:
             for one in _done(told.direct):
                 name = told.direct.pop(one)
@@ -385,7 +385,7 @@ def is_of_this_version(keeper: str) -> bool:
 
 
 def keepers_of_run(run: str) -> list[str]:
-    """Names of its keepers that live, of any version."""
+    """Names of a run's keepers that live, of any version."""
     return [
         entry["name"]
         for entry in ray.util.list_named_actors(all_namespaces=True)
@@ -403,7 +403,7 @@ def _together(told: Collection[Standing]) -> Standing:
 
 
 def _done(references: Collection[Ref[T]]) -> list[Ref[T]]:
-    """Those that have resolved."""
+    """The references that have resolved."""
     return wait(list(references), num_returns=len(references), timeout=0)[0] if references else []
 
 

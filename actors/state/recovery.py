@@ -26,8 +26,8 @@ class CommitLog:
 
     committed: int = -1
     finished: tuple[CollectedStep, ...] = ()
-    # step and generation of the newest line of metrics, where keepers are asked how far the run is: a step counts with
-    # its line, of which they hear after it, unless the controller dies between
+    # step and generation of the newest line of metrics, where keepers are asked how far the run is: a step counts once
+    # it has its line, and keepers hear of it after that, unless the controller dies in between
     recorded: tuple[int, int] | None = None
     unread: bool = False  # that line could not be read: any later state may count, too
 

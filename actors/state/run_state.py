@@ -117,7 +117,7 @@ class RunState:
         self._uncopied = False  # the generation goes on from shards that were cut anew, each on the node of its worker
         self._counted: float = -1  # at the end: the newest step that may count, by what keepers hold; inf: not known
         self._saved_leaving = -1  # the newest step of which a checkpoint had to be written as its nodes leave
-        # Up to which step, and with which keepers' nodes, something might leave, as keepers were last asked.
+        # What `save_leaving` asked keepers last: up to which step, and which keepers are on nodes that leave.
         self._leaving_asked: tuple[int, Sequence[keeper.KeeperHandle]] = (-1, ())
         self._leaving_again = -math.inf  # monotonic seconds; when the same is asked once more
         self._repairs = 0  # of the keepers since the last commit

@@ -147,7 +147,7 @@ class VersionBook:
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     def find(self, step: int, generation: int) -> Version | None:
-        """That version, if anything of it may be here."""
+        """The version after this step of this generation, if anything of it may be here."""
         return next((version for version in self.versions.values() if version.is_of(step, generation)), None)
 
     def bank_for(self, step: int, generation: int) -> int | None:
@@ -188,7 +188,7 @@ class VersionBook:
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> VersionBook:  # JSON
-        """As `to_json` gave it, from JSON."""
+        """The book that `to_json` gave, once it has been JSON."""
         versions = [
             Version(
                 step=one["step"],
