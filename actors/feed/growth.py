@@ -41,5 +41,5 @@ class Growth:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has grown by more than it may."""
+        """Whether the process has grown by more than it may."""
         return self._over >= self.steady_steps

@@ -30,7 +30,7 @@ class AnsweringActor:
     """Base of an actor's class."""
 
     def pulse(self) -> ProcessId:
-        """To be called in the group `PULSE`, so that a call that takes its time does not hold it up."""
+        """The process of this actor. Call it in the group `PULSE`, so that no call that takes its time holds it up."""
         return ProcessId(node=node_id(), pid=os.getpid(), born=process.birth(os.getpid()))
 
 

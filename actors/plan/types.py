@@ -47,7 +47,7 @@ def refuse_degrees(degrees: Iterable[int]) -> None:
 @sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One bucket batch of a step: `batch` clips of equal shape. Made by the data layer, cut by a planner."""
+    """One bucket batch of a step: `batch` clips of equal shape. Made by the feeder, cut by a planner."""
 
     id: str
     batch: int
@@ -173,7 +173,7 @@ class Cluster:
     places: tuple[GpuPlace, ...] = ()  # of each worker; empty: nothing is known
     island_gbps: float = 0.0  # GB/s that a GPU sends to another NVLink island of its node; 0: not known
     speed: tuple[float, ...] = ()
-    device: str = ""  # its GPUs as their driver names them, "+" between several; empty: not said
+    device: str = ""  # the GPUs as their driver names them, "+" between several; empty: not said
     memory_gib: float = 0.0  # of each worker's device; 0: unknown
     host_gib: float = 0.0  # of each node, for training; 0: unknown
     room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known

@@ -63,7 +63,7 @@ class Planner:
         )
 
     def options(self, budget_s: float) -> PlanOptions:
-        """What its plans are made with."""
+        """The options that plans of a run are made with."""
         return options_of(self._config, budget_s=budget_s, replans=True)
 
     def observe(

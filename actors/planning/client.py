@@ -61,7 +61,7 @@ class SizesAnswer:
 
     @property
     def there(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether the answer can be read without waiting."""
         return bool(wait([self._reference], timeout=0)[0])
 
     def sizes(self) -> dict[Bucket, int] | None:

@@ -19,7 +19,7 @@ from ops.update.node_routes import peers
 from ops.update_room import pinned_gib
 
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
-BARE_CONTEXT_GIB = 0.5  # of it, what is there when weights have been read and nothing has been computed
+BARE_CONTEXT_GIB = 0.5  # what of CONTEXT_GIB is there when weights have been read and nothing has been computed
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
 
 

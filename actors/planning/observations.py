@@ -135,7 +135,7 @@ class Witnesses:
         self._workers = (-1, 0)  # generation, number of workers
 
     def saw(self, found: Iterable[Observation]) -> None:
-        """These were learned."""
+        """The profile has learned from these observations."""
         for one in found:
             for part in one.parts:
                 point = part.key(one.module, one.degree), one.spanned

@@ -225,7 +225,7 @@ def _proportions(
 
 
 def _device_of(name: str) -> str:
-    """As `flop_profile` takes it; of a CPU files name the processor, too."""
+    """A device as `flop_profile` takes it, by its name in a profile: of a CPU that has the processor, too."""
     return "cpu" if name.upper().startswith("CPU") else name
 
 

@@ -74,7 +74,7 @@ class CostForm:
 
     names: tuple[str, ...]
     features: Callable[[Load, float], tuple[float, ...]]
-    once: tuple[str, ...] = ()  # those of a cascade, however many shapes it packs: the launches that they share
+    once: tuple[str, ...] = ()  # names that a cascade pays once, however many shapes it packs: launches that they share
 
 
 def _arachne(load: Load, exponent: float) -> tuple[float, ...]:

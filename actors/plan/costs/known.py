@@ -95,7 +95,7 @@ class KnownCosts:
     _rates: SliceRates | None = None
     _calls: CallLatency | None = None
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
-    _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
+    _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     # of `CascadePrices.modes`
     _cache: dict[tuple[Module, Samples, float], tuple[tuple[int, float], ...]] = field(default_factory=dict)
 

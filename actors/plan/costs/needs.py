@@ -192,7 +192,7 @@ class Needs:
     _newest: dict[NeedKey, dict[float, deque[float]]] = field(default_factory=dict)  # units -> peaks, the oldest first
 
     def gib(self, found: Footprint) -> float | None:
-        """GiB that it needs, or None where nothing is known of its kind."""
+        """GiB that a cascade needs, or None where nothing is known of its kind."""
         points = self.measured.get(found.line)
         if not points:
             line = self.predicted.get(found.line)
@@ -201,7 +201,7 @@ class Needs:
         return self._line(found.line, points).at(found.units) if known is None else known
 
     def fits(self, found: Footprint, room_gib: float) -> bool:
-        """Whether it is within the memory that a worker has for cascades, as far as is known, and below the limits."""
+        """Whether a cascade is within the memory that a worker has for it, as far as is known, and below the limits."""
         limit = min((self.limits.get(kind, math.inf) for kind in _bounding(found)), default=math.inf)
         if found.units >= limit * _BELOW:
             return False

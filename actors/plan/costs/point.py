@@ -46,7 +46,7 @@ class Samples:
 
     @classmethod
     def of_key(cls, key: PointKey, text_tokens: int) -> Samples:
-        """Those of a point."""
+        """The samples of a point."""
         return cls.of(key[1], key[2:5], text_tokens)
 
     @property
@@ -89,5 +89,5 @@ class LivePoint:
         return LivePoint(newest=newest, texts=texts, count=self.count + 1)
 
     def over(self, factor: float) -> LivePoint:
-        """The same where everything is quicker by this factor."""
+        """The point with all its seconds divided by `factor`."""
         return replace(self, newest=tuple(seconds / factor for seconds in self.newest))

@@ -72,7 +72,7 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:  # JSON, wh
     return profile
 
 
-def _notes_on(data: Mapping[str, Any]) -> list[str]:  # the same, checked
+def _notes_on(data: Mapping[str, Any]) -> list[str]:  # JSON that `build` has checked
     """What a file says that no plan follows any more."""
     points = data.get("latency", ())
     if data.get("memory") or any(point.get("peak_gib") is not None for point in points):

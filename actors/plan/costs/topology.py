@@ -124,7 +124,7 @@ class Topology:
         return (alone + known[0] * over_nodes + (over_islands if known[1] else 0.0)) / known[2]
 
     def spans(self, workers: Sequence[int]) -> bool:
-        """Whether they are of several nodes."""
+        """Whether workers are of several nodes."""
         first = self.node[workers[0]]
         return any(self.node[w] != first for w in workers)
 
@@ -202,7 +202,7 @@ class _Neighbours:
         return self._apart[one - self._first][other - self._first]
 
     def apart(self, workers: Sequence[int]) -> int:
-        """Over all pairs of these workers."""
+        """The sum of how far two are apart over all pairs of these workers."""
         return sum(self.between(one, other) for one, other in combinations(workers, 2))
 
     def nearest(self, wished: Sequence[int], count: int, beside: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class UpdateCosts:
     points: tuple[UpdatePoint, ...] = ()
 
     def of_run(self, kind: str, weights: int) -> UpdateCosts:
-        """The same for a run: without points where it ends its steps in another way, or trains other weights."""
+        """These costs for a run: without points where it ends its steps in another way, or trains other weights."""
         if (self.kind, self.weights) == (kind, weights):
             return self
         return UpdateCosts(kind=kind, weights=weights)

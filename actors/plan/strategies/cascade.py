@@ -106,7 +106,7 @@ class EarlierSteps:
     placed: list[Placement]
 
     def after(self, planned: PlannedStep) -> EarlierSteps:
-        """These steps and one more."""
+        """The steps decided so far and one more."""
         schedule = planned.schedule
         ran: dict[EncodeKey, tuple[float, tuple[int, ...]]] = dict(self.context.ran)
         barrier = self.context.barrier_s
