@@ -49,8 +49,8 @@ class LinkWatch:
     _found_at: float | None = field(default=None, init=False)  # since when there have been some to name
 
     def look(self, uses: Iterable[LinkUse], now: float) -> list[SlowLink]:
-        """Those that are slow and have not been named within the hour; `now` in seconds of any clock, which may begin
-        anew, as that of a monitor does which is started again on another host."""
+        """Slow links that have not been named within the hour; `now` in seconds of any clock, which may begin anew, as
+        that of a monitor does which is started again on another host."""
         self._named_at = {link: at for link, at in self._named_at.items() if 0 <= now - at < _AGAIN_S}
         fresh = [one for one in slow_links(uses) if (one.host, one.other) not in self._named_at]
         if not fresh:

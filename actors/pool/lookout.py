@@ -100,7 +100,8 @@ class Lookout:
         self._draining: frozenset[str] = frozenset()  # ids of nodes that are about to leave the cluster
         self._question: Ref[MonitorReport] | None = None  # what the monitor has not answered yet
         self._silent_since: float | None = None  # seconds; None: the monitor has answered
-        self._bears_s = max(config.suspect_s, _LEAST_SILENCE_S)  # its silence; twice as long after each new start
+        # how long the monitor may be silent; twice as long after each new start
+        self._bears_s = max(config.suspect_s, _LEAST_SILENCE_S)
         self._monitors_process = (0, "")  # pid, and when it was born
         self._clock = PatientClock()
         # What a restarted monitor must get.
@@ -254,7 +255,7 @@ class Lookout:
         return self._recall([name for name in self._pool.misplaced if name not in report.seen])
 
     def _recall(self, waiting: Sequence[str]) -> list[Event]:
-        """These wait for resources, and shall do so no more."""
+        """Take back the requests for these workers, which still wait for resources."""
         for name in waiting:
             self._pool.remove(name)
             self._monitor.remove.remote(name)

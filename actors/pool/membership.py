@@ -112,7 +112,7 @@ class Membership:
         self._requested = 0
         self._requested_at = 0.0
         self._waiting_since: float | None = None
-        self._waited_since: float | None = None  # the same before the running generation was formed
+        self._waited_since: float | None = None  # `_waiting_since` until the running generation was formed
         # How often storage has kept a worker from loading, in this wait and since one has loaded, and when it last did.
         self._unanswered, self._unanswered_at = 0, -math.inf
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)

@@ -34,11 +34,11 @@ class Limits:
     # run workers.suspect_s, and the first time they may just have been late.
     apart_s: float = 60.0
     apart_longest_s: float = 600.0
-    apart_waiting_s: float = 30.0  # the same, always, while the run waits anyway: for workers, or for CPUs that decode
+    apart_waiting_s: float = 30.0  # at most, while the run waits anyway: for workers, or for CPUs that decode
     # A node on which workers end before their first step gets no new one for so long, each time twice as long.
     rest_s: float = 60.0
     rest_longest_s: float = 3600.0
-    distrust_s: float = 21600.0  # the same where a GPU seems to compute wrongly: each try may cost some steps
+    distrust_s: float = 21600.0  # that a node rests where a GPU seems to compute wrongly: each try may cost some steps
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker
 

@@ -31,7 +31,7 @@ class UnheardStarts:
         self._starts: dict[str, _Start] = {}
 
     def look(self, unheard: Sequence[str], patience_s: float, now: float) -> list[FailedStart]:
-        """Those of the workers of which nothing was heard yet that have had a process for too long."""
+        """The workers, of those `unheard` of yet, that have had a process for longer than `patience_s`."""
         self._starts = {name: self._starts.get(name) or _Start(asked=now, since=now) for name in unheard}
         found = [self._hanging(name, start, patience_s, now) for name, start in self._starts.items()]
         return [failed for failed in found if failed is not None]

@@ -306,7 +306,7 @@ class _Training:
         return replace(costs, demand=demand, least_gib=least_gib, graphs_least_gib=graphs)
 
     def worker_settings(self, costs: _Costs) -> WorkerSettings:
-        """The same for every worker of the run."""
+        """What every worker of the run gets."""
         config, kept = self.config, kept_kinds(self.config.data.cache)
         cached = {module for module, kind in KINDS.items() if kind in kept}
         uploads = self._on_gpu and "vae" not in self.spared.cascades

@@ -93,7 +93,7 @@ class Communicators:
             self._peers[worker] = self._peers.get(worker, 0) + len(bag) - 1
 
     def _close(self, bag: BagRanks) -> None:
-        """Nothing happens where it is not open."""
+        """The bag is closed, if it is open."""
         if bag in self._open:
             self._open.remove(bag)
             for worker in bag:

@@ -90,7 +90,7 @@ class Forming:
         self.planner.begin(fetched=any(info.parameters == "node" for info in infos))  # if one does, all do
         world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
         cluster = self._cluster(world, starts=fresh and not self._stores)
-        known = self.speeds.factors([seat.name for seat in world], cluster.speed)  # of those that stayed
+        known = self.speeds.factors([seat.name for seat in world], cluster.speed)  # as learned, of workers that stayed
         self.committer.state.open(recovery.origin, decision.generation, infos)
         return self._runner(decision.generation, world, replace(cluster, speed=known), recovery.origin)
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class StageSizes:
     """The buckets of a segment of the data, their limits, and the sizes that it begins with.
 
-    `limited` are the buckets of all segments that have these limits, to which those of `auto` are fitted.
+    `limited` are the buckets of all segments that have these limits: `data.batch.auto` is fitted to all of them.
     """
 
     until_step: int

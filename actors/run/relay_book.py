@@ -117,7 +117,7 @@ class Relays:
 
     @property
     def known(self) -> Mapping[str, NodeRelay]:
-        """Those that live, by node."""
+        """The relays that live, by node."""
         return self._known
 
     def hear(self, nodes: Iterable[str], now: float) -> None:

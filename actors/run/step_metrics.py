@@ -298,10 +298,10 @@ class SampleSize:
     length: int  # text and video tokens
     trained_tflop: float = 0.0  # of its forward and backward; 0 where nobody counts
     computed_tflop: float = 0.0  # the same with recomputation
-    attention_tflop: float = 0.0  # of it, attention that is computed again where it is not kept
+    attention_tflop: float = 0.0  # of `computed_tflop`: attention that is computed again where it is not kept
 
     def with_kept_attention(self) -> SampleSize:
-        """The same for a cascade that kept what attention gave."""
+        """The size in a cascade that kept what attention gave."""
         return replace(self, computed_tflop=self.computed_tflop - self.attention_tflop, attention_tflop=0.0)
 
 
