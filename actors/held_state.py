@@ -54,7 +54,7 @@ class JoinAnswer:
     number: int  # of the lender of the node's memory
     seat: int  # of the worker there
     made_in: int  # the generation that has computed the version that training goes on from
-    ranges: tuple[tuple[int, int], ...]  # of it that lie in the node's memory
+    ranges: tuple[tuple[int, int], ...]  # of that version, that lie in the node's memory
     names: tuple[str, ...]  # of its arrays, if there are any
     updates: int
     part_updates: tuple[int, ...]

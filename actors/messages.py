@@ -261,7 +261,7 @@ class Span:
     phases: dict[str, float] = field(default_factory=dict)  # seconds inside: handoff, forward, backward, reduce, ...
     handoff_bytes: int = 0  # encode results that came from other workers, by the bag's group or the object store
     handoff_s: float = 0.0  # gathering them inside the cascade, and waiting idle for the object store before it
-    fetched_bytes: int = 0  # of it by the object store
+    fetched_bytes: int = 0  # of `handoff_bytes`: by the object store
     fetch_s: float | None = None  # from the producer's end to the start here, if idle all the while (else it is hidden)
     need_gib: float | None = None  # memory that it took beside what was there before; None where memory is not counted
     exceeded_gib: float | None = None  # taken when memory ran out, after which it was done in smaller parts
@@ -319,8 +319,8 @@ class WorkerSettings:
     train: TrainConfig
     workers: WorkersConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
-    cached: tuple[Module, ...] = ()  # of whose results the cache has some: their encoders are made when one is missing
-    spared: tuple[Module, ...] = ()  # of these, modules whose encoders are never made
+    cached: tuple[Module, ...] = ()  # the cache has some of their results: encoders are made when one is missing
+    spared: tuple[Module, ...] = ()  # of `cached`: modules whose encoders are never made
     # GiB that a GPU needs for training, in each of `train.places`; (): not known, take the first
     least_gib: tuple[float, ...] = ()
     # GiB that it needs for training and for CUDA graphs of small passes, in each of them; (): there are none to count

@@ -335,7 +335,7 @@ class EnvironmentSeen(RunEvent, event="environment"):
         return {**self.software, **({"GPUs": " + ".join(self.gpus)} if self.gpus else {})}
 
     def after(self, before: EnvironmentSeen) -> EnvironmentSeen:
-        """The same, with what has changed since."""
+        """This event, with what has changed since `before`."""
         old, new = before.facts, self.facts
         return replace(
             self,
