@@ -56,7 +56,7 @@ class StepRunner:
     cluster: Cluster
     source: StepSource
     planner: PlannerClient
-    budget_s: float  # to find a plan; for the first one of the generation, `first_budget_s` unless it is None
+    budget_s: float  # to find a plan; `first_budget_s`, if given, for the first two of the generation
     lookahead: int
     exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
     next_step: int  # to be dispatched
