@@ -3,10 +3,9 @@
     transformer.compiled = CompiledBlocks(transformer.block_parts)
 
 Fused ops are calls in the compiled code; attention, with the exchanges of a bag, stays outside of it, and cuts a block
-into pieces. Rows, text and sequences of a micro-batch are of any number in one code. What is compiled apart: one
-sequence and several, with a gradient and without. So compiling ends with the first cascades: whether autocast
-remembers weights is part of what code is made for, and it never does here, so a pass that keeps attention takes the
-same code as one that does not.
+into pieces. One code serves any number of rows, text tokens and sequences; compiled apart are one sequence and several,
+with a gradient and without. So compiling ends with the first cascades. Code also depends on whether autocast caches the
+weights it has cast: here it never does, so that a pass that keeps attention takes the same code as one that does not.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class CompiledBlocks:
     """Blocks of one transformer as compiled calls, of which all blocks of a kind share one."""
 
     def __init__(self, parts: Sequence[str], backend: str = "inductor") -> None:
-        """`parts` of a layout are what blocks use of it."""
+        """`parts`: names of what blocks use of a layout."""
         leave_opaque()
         self._parts = tuple(parts)
         self._rows = True  # whether this rank has rows of the pass at hand, of the video and of the text
@@ -51,8 +50,8 @@ class CompiledBlocks:
         self._rows = layout.local_tokens > 0 and layout.local_text_tokens > 0
 
     def __call__(self, block: Callable[..., R]) -> Callable[..., R]:
-        """The block as a compiled call; as written where this rank has no rows, of which code for any number takes
-        none."""
+        """The block as a compiled call, or the block itself where this rank has no rows: compiled code takes at least
+        one."""
         if not self._rows:
             return block
 
@@ -81,7 +80,7 @@ def _call(block: Callable[..., object], *inputs: object) -> object:
 
 
 def codes_made() -> int:
-    """Pieces of code that this process has compiled by now: blocks, a VAE, attention of the compiler's."""
+    """Pieces of code that this process has compiled by now: blocks, a VAE, FlexAttention."""
     found = sys.modules.get("torch._dynamo.utils")  # importing it takes a second
     return int(found.counters["stats"]["unique_graphs"]) if found is not None else 0
 
@@ -96,7 +95,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _lacking(device: torch.device) -> str:
-    """What of a compiler there is not, or ""."""
+    """What is missing to compile for the device, or ""."""
     if device.type == "cpu":
         if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
             return "for the CPU this one has no g++ or clang++"

@@ -12,7 +12,8 @@ not in FlashAttention 3, which may cut keys into parts.
 Autograd runs functions in the reverse order of their creation, on every rank alike, so the backward follows the same
 schedule from its end without any bookkeeping, as in `ops.spatial_temporal.relayout`.
 
-n local rows, N rows of the bag, H heads, d head size, k ranks, h heads of one rank and one half, c = 3 for q, k, v.
+n local rows, N rows of the bag, H heads, d head size, k ranks, h heads of one rank and one half, c tensors that travel
+together: 3 (q, k and v) or 1.
 """
 
 from __future__ import annotations

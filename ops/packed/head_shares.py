@@ -39,7 +39,7 @@ class HeldShare:
 
     heads: int
     lengths: Lengths  # of its queries
-    q: Tensor  # with keys and values beside them
+    q: Tensor  # queries that came with keys and values
     k: Tensor
     v: Tensor
     q_alone: Tensor  # queries, outputs or their gradients alone
@@ -47,9 +47,9 @@ class HeldShare:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """For each head at most one of the ranks that get its keys and values: where own rows of them are in what is sent.
+    """Where this rank's keys and values of some heads lie in what it sends, for one of the ranks that get each head.
 
-    The first of a list has all heads, the k-th those that at least k ranks share.
+    The first of a list has all heads, the m-th those that at least m ranks share.
     """
 
     heads: Tensor  # int64
@@ -96,14 +96,14 @@ def deal(heads: int, degree: int) -> list[list[Share]]:
 def shares_of(
     rows: Sequence[int], rank: int, places: np.ndarray, lengths: Lengths, heads: int, device: torch.device
 ) -> HeadShares:
-    """The shares of a bag whose ranks hold `rows` rows each; `places` int64 [N] are those of all of them, rank by rank,
-    in packed sequences of these lengths."""
+    """The shares of a bag whose ranks hold `rows` rows each; `places` int64 [N] are the places of these rows, rank by
+    rank, in packed sequences of these lengths."""
     return upload_all(_Dealing(rows, rank, places, lengths, heads).made(), device)
 
 
 class _Dealing:
-    """Counts where units go, on the host: a rank's order, in what goes to one other rank, is the queries of each of
-    that rank's shares, row by row, then the keys of all its heads, then their values."""
+    """Finds on the host where units go. What one rank sends to another is in this order: the queries of each of the
+    receiver's shares, row by row, then the keys of all its heads, then their values."""
 
     def __init__(
         self,

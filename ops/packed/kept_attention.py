@@ -47,8 +47,8 @@ def keeping_attention() -> _Contexts:
 
 @contextmanager
 def casting_anew(inner: AbstractContextManager[object] = _NOTHING) -> Iterator[None]:
-    """Without autocast's memory of weights it has cast. Operators of both passes are matched by their number, and a
-    block that runs twice in a forward would find its weights cast, but not in the backward."""
+    """Runs without autocast's cache of weights. Operators of both passes are matched by their number, and a block that
+    runs twice in a forward would find its weights cast, but not in the backward."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

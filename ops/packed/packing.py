@@ -78,7 +78,7 @@ class Exchange:
     lengths: Lengths  # of the whole sequences, in the order of `gather`
     in_order: bool  # the received buffer already is the packed sequences
     places: np.ndarray  # int64 [N]: `scatter` on the host
-    scores: int  # of a head: the squares of the lengths
+    scores: int  # of a head: the sum of the squared lengths
     in_halves: bool | None = None  # whether heads travel in two halves (ops.packed.exchange_halves); None: by size
     blocks: tuple[CausalBlock, ...] = ()  # in the order of the packed rows; (): all of a sequence sees all of it
     _shared: dict[int, HeadShares] = field(default_factory=dict)
@@ -155,8 +155,8 @@ class Layout:
 
     @property
     def asked(self) -> frozenset[str | FamilyPart]:
-        """The parts with index tensors that are on the device; of those of a family, what was used of them: settings of
-        another cascade, as learned rates are, must not be carried along for ever."""
+        """The parts with index tensors that are on the device; of a family's parts only those that were used, so that
+        parts with the settings of an earlier cascade are not carried along for ever."""
         names = (name for name in self.__dict__ if not name.startswith("_"))
         own = {name for name in names if isinstance(getattr(Layout, name, None), cached_property)}
         return frozenset(own | self._made.keys())
@@ -228,7 +228,7 @@ class Layout:
 
     @cached_property
     def segments(self) -> Segments:
-        """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
+        """The modulation row of each local row, for the fused ops; rows of the tables are in the order of `times`."""
         if self.num_tables == len(self):
             return self.sequence_segments
         lengths, tables = self._runs
@@ -241,8 +241,8 @@ class Layout:
 
     @property
     def _runs(self) -> tuple[list[int], list[int]]:
-        """The local rows of each sequence in runs, one for each frame with a time of its own, else those of clean
-        frames, then the others: (their number, their row of the modulation tables), as `times` has them."""
+        """Runs of local rows of one time: of each sequence every frame that has its own, else the clean frames, then
+        the others. (The lengths of the runs, their rows of the modulation tables.)"""
         if self.has_frame_times:
             return self._frame_runs, list(range(self.num_times))
         rows, order = self._chunks[self.rank], np.arange(len(self))
@@ -264,8 +264,8 @@ class Layout:
         return found
 
     def times(self, timesteps: Tensor, first: Tensor | None = None) -> Tensor:
-        """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
-        that of those of each sequence, `first` [S] or 0: [2 S]; with times by frame, those as they are."""
+        """The time of each row of the modulation tables: that of each sequence [S] and, where there are clean frames,
+        after them that of each sequence's clean frames, `first` [S] or 0: [2 S]. Times by frame stay as they are."""
         if not self.has_clean_frames or self.has_frame_times:
             return timesteps
         return torch.cat([timesteps, torch.zeros_like(timesteps) if first is None else first])

@@ -34,6 +34,7 @@ def sequence_parallel_attention(
     """Self-attention of packed sequences that are spread over the bag: q, k, v [n, H, d] -> [n, H, d].
 
     Any degree, also above the number of heads: a function of the two alone says how heads are dealt, so no plan has to.
+    Only blocks of frames need a degree that divides the heads (ValueError).
     Collective: all ranks of the group call it in the same order, also with n = 0, forward and backward.
     """
     if group.size != exchange.degree or group.rank != exchange.rank:

@@ -59,7 +59,7 @@ def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def upload_all(parts: _Parts, device: torch.device | str) -> _Parts:
-    """All tensors of a dataclass, list, tuple or dict of such, by one copy, each of them once; else it is equal."""
+    """A dataclass, list, tuple or dict with all tensors in it brought to the device, by one copy, each of them once."""
     found = {id(tensor): tensor for tensor in _tensors(parts)}
     there = dict(zip(found, upload(list(found.values()), device), strict=True))
     return cast(_Parts, _with(parts, there))
@@ -77,7 +77,7 @@ def _tensors(part: object) -> Iterator[Tensor]:
 
 
 def _with(part: object, there: dict[int, Tensor]) -> object:
-    """The same with other tensors, by the identity of those that it has."""
+    """The part with its tensors replaced; `there` has the new ones by the `id` of the old."""
     if isinstance(part, Tensor):
         return there[id(part)]
     if isinstance(part, list | tuple):
@@ -143,7 +143,7 @@ class _Block:
 
 
 class LargeUploads:
-    """Those to one device. They go in pieces of at most a block through at most `most` blocks of pinned memory, which
+    """Large uploads to one device, in pieces of at most a block through at most `most` blocks of pinned memory, which
     are made as they are needed and kept; a piece that finds none free waits until the device has read the oldest.
 
     No bag locks up by such a wait: a host waits only for copies that it has queued before, and all members of a bag
@@ -154,7 +154,7 @@ class LargeUploads:
         """`copy`: queues one, as `queue_copy`."""
         self.most = most
         self._device, self._copy = device, copy
-        self._blocks: deque[_Block] = deque()  # that which was begun last is the last one
+        self._blocks: deque[_Block] = deque()  # the oldest first
         self._lock = threading.Lock()  # an encode that outlasts its step has a thread of its own
 
     def send(self, parts: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
