@@ -32,7 +32,7 @@ class StepResult:
     bad_weight: float  # its bad samples; with `weight` this is the planned weight
     loss: float  # over all workers, per planned weight
     export: ShardExport | None = None  # this worker's state after the step, where it was asked for
-    held_up_s: float = 0.0  # that its update took longer as others count on the state before it: waits, and copies
+    held_up_s: float = 0.0  # of the update, waits and copies, as others count on the state before it
     d: float | None = None  # of Prodigy alone
 
 

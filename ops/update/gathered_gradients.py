@@ -2,7 +2,7 @@
 
 On a GPU every addition is a launch, and a block of a transformer has 27 parameters or more, most of them vectors. What
 a backward pass leaves of these is held until all of its block has come, until it is some megabytes, or until the pass
-ends; then three launches add all of it. Each number is added as it is, to the same one as ever.
+ends; then three launches add all of it. The sums are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class GatheredGradients:
     def __init__(
         self, names: Sequence[str], added: Callable[[int], None], small: int = _SMALL, most: int = _MOST
     ) -> None:
-        """`names` of the parameters, which say what lies in one block. `added` gets the number of each whose gradient
-        is in the sum now. A gradient of at most `small` elements is held, while all that are have at most `most`."""
+        """`names` of the parameters, which say what lies in one block. `added` is called with the place of each whose
+        gradient is in the sum now. Gradients of at most `small` elements are held, of at most `most` together."""
         self._blocks = [_block_of(name) for name in names]
         self._sizes = Counter(self._blocks)
         self._added, self._small, self._most = added, small, most
         self._held: dict[int, Tensor] = {}  # by parameter
         self._elements = 0
-        self._block, self._come = "", 0  # of which some is held, and how many of its parameters have given a gradient
+        self._block, self._come = "", 0  # the block of the last gradient, and how many of its gradients have come
 
     def take(self, index: int, gradient: Tensor, sums: Sequence[Tensor]) -> bool:
-        """Hold the gradient of parameter `index`, which goes into its sum no later than the end of the running backward
-        pass, before it returns; False for a large one, which does not. `sums`: of each parameter, flat."""
+        """Hold the gradient of parameter `index` and add it before the running backward pass returns. Returns False for
+        a large one, which the caller adds. `sums`: of each parameter, flat."""
         other = self._held and next(iter(self._held.values())).dtype != gradient.dtype
         if index in self._held or other or self._blocks[index] != self._block:  # slices of a block give several
             self.add(sums)
@@ -47,7 +47,7 @@ class GatheredGradients:
                 queue(lambda: self.add(sums))
             self._held[index] = gradient
             self._elements += gradient.numel()
-        # A block's gradients may all be views of one tensor, which the next block makes another one of.
+        # A block's gradients may all be views of one tensor: held longer, it would stay beside that of the next block.
         if self._elements > self._most or self._come == self._sizes[self._block]:
             self.add(sums)
         return small

@@ -25,13 +25,13 @@ _LOOK_S = 0.05  # between looks whether the generation still lives
 
 
 class HostCopy(Protocol):
-    """What a device can do for it."""
+    """What a device does for `HostSum`, and for state in host memory."""
 
     @property
     def device(self) -> torch.device: ...
 
     def to_host(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """A copy in host memory, and what returns when it is there."""
+        """A copy in host memory, and a function that returns when it is there."""
         ...
 
     def room(self, like: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class HostCopy(Protocol):
 
 
 class HostSum(SharedSum):
-    """All of it in host memory that the node's workers map."""
+    """The whole sum in host memory that the node's workers map; they are on GPUs."""
 
     name = "host memory of the node"
 

@@ -77,8 +77,8 @@ def matrices_of(module: nn.Module, layout: Sequence[Slot]) -> list[Matrix]:
 
 
 def rates_in(matrices: Sequence[Matrix], lo: int, hi: int) -> Iterator[tuple[int, int, float]]:
-    """[lo, hi) in pieces of one rate each, as long as can be: of matrices with theirs, or of what lies between two with
-    0. Matrices in order."""
+    """[lo, hi) in pieces of one rate each, as long as can be: (begin, end, rate), with rate 0 between matrices, which
+    are in order."""
     begin, last = lo, 0.0
     for start, _, rate in _each_rate(matrices, lo, hi):
         if rate != last and begin < start:
@@ -217,15 +217,15 @@ class MatrixUpdates:
         self._cut = [one for one in pieces if len(one) > 1]
 
     def run(self, part: Callable[[int, int], Tensor], trained: Sequence[tuple[int, int]]) -> None:
-        """Replace the matrices in these ranges. `part` gives a view of a part of the own range of the gradient.
-        Collective."""
+        """Replace the matrices that lie in `trained` by their updates. `part` gives a view of a part of the own range
+        of the gradient. Collective."""
         whole = [matrix for matrix in self._whole if _lies_in(matrix, trained)]
         self._turn({matrix: [part(matrix.lo, matrix.hi)] for matrix in whole})
         if cut := [pieces for pieces in self._cut if _lies_in(pieces[0].matrix, trained)]:
             self._run_cut(part, cut)
 
     def _run_cut(self, part: Callable[[int, int], Tensor], cut: Sequence[Sequence[MatrixPiece]]) -> None:
-        """Matrices of which several ranks have a part: what comes lies by its rank, and as the matrices do."""
+        """Matrices of which several ranks have a part: pieces come in the order of ranks, then in that of matrices."""
         rank, size = self._group.rank, self._group.size
         away = [piece for pieces in cut for piece in pieces if piece.owner != piece.rank]
         sent = sorted((piece for piece in away if piece.rank == rank), key=lambda piece: piece.owner)

@@ -145,7 +145,7 @@ class NodeParameters:
         self._meet()
 
     def fetched(self, block: nn.Module) -> Callable[..., Any]:  # blocks take and return what they like
-        """What runs this block with parameters that are fetched when it is called."""
+        """A function that runs this block with parameters fetched at each call."""
         return partial(self._run, self._numbers[id(block)])
 
     # -- a block -------------------------------------------------------------------------------------------------------

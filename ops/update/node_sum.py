@@ -170,7 +170,7 @@ def share(group: Group, name: str, num_bytes: int, device: torch.device | None =
     """New memory of zeros that all ranks of this node map: the first of them makes it, the others have mapped it when
     this returns. Collective over all nodes, each of which gets its own; `device` is that of the group's collectives.
 
-    Raises MemoryError on all workers when a node has no room, ConnectionError.
+    Raises MemoryError on all workers when a node has no room, ConnectionError where that of the first cannot be mapped.
     """
     fellows = fellows_of(group)
     memory: NodeMemory | None = None

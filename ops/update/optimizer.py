@@ -47,7 +47,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientScale:
-    """What a step's summed gradient says before it is used."""
+    """The norm of a step's summed gradient, and how it is scaled before it is used."""
 
     norm: float  # of all trained parts, as means over their samples and before clipping; NaN where no part is trained
     factors: tuple[float | None, ...]  # what each part's gradient is multiplied by; None: the part stays as it is
@@ -130,7 +130,7 @@ class TrainedRange:
 
 
 def lying_in(trained: Sequence[TrainedRange], first: int, last: int) -> Iterator[TrainedRange]:
-    """Those of ranges in order, which do not overlap, of which something lies in [first, last), which is not empty."""
+    """The `trained` ranges, in order and without overlap, that have an element in [first, last), which is not empty."""
     for index in range(bisect_right(trained, first, key=lambda one: one.hi), len(trained)):
         if trained[index].lo >= last:
             return

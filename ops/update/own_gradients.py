@@ -173,8 +173,8 @@ class OwnGradients:
         """Nothing, see `used`."""
 
     def _counted(self) -> Callable[[int], None]:
-        """`_count`, for what this object has itself: the two would hold each other, and with them a whole gradient on
-        the device, until the garbage collector comes."""
+        """`_count`, without a reference to this object: it and its `GatheredGradients` would hold each other, and with
+        them a whole gradient on the device, until the garbage collector comes."""
         own = weakref.ref(self)
 
         def count(index: int) -> None:

@@ -50,7 +50,7 @@ class ShardBanks:
     """
 
     def __init__(self, memory: StateMemory, generation: int) -> None:
-        """The generation has begun: `memory.order` is its."""
+        """The generation has begun: `memory.order` is that of this generation."""
         order = memory.order
         assert order.generation == generation, f"the memory is in generation {order.generation}, not {generation}"
         self.memory = memory
@@ -98,7 +98,7 @@ class ShardBanks:
 
 
 class OwnState:
-    """Not thread-safe; `copy_arrays` may copy beside it."""
+    """The state of one worker's range. Not thread-safe; `copy_arrays` may copy beside it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, names: Sequence[str]) -> None:
         """`names` of its arrays; those that a state lacks at first are made (`take`)."""
@@ -144,8 +144,8 @@ class OwnState:
         self._complete(shard.arrays)
 
     def _complete(self, there: Collection[str]) -> None:
-        """Arrays that are not `there` before the first update, or until they are switched on, begin with the weights,
-        as the average and Prodigy's start do, or as Prodigy's sum with 0."""
+        """Make arrays that are not `there`, before the first update or because they were off until now: the average and
+        Prodigy's start `p0` begin with the weights, Prodigy's sum `s` with 0."""
         master = self.arrays["master"]
         for name in self.names:
             if name in ("ema", "s", "p0") and name not in there:

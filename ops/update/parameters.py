@@ -23,7 +23,7 @@ ParameterMemory = Literal["replicated", "node"]
 PARAMETER_MEMORIES: tuple[ParameterMemory, ...] = get_args(ParameterMemory)  # the latter takes less of a device
 
 Received = Callable[[int, Tensor], None]
-"""Told of a parameter's gradient of the running backward, by its place in the layout, where it is not in `.grad`."""
+"""Called with a parameter's place in the layout and its gradient of the running backward, which is not in `.grad`."""
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ _GRACE_S = 10.0  # for a worker that is in no generation any more to give back; 
 
 
 class PeerMemory(Protocol):
-    """What a GPU does for it. `turn` (0 or 1) names a staging buffer."""
+    """What a GPU does for `PeerSum`. `turn` (0 or 1) names a staging buffer."""
 
     @property
     def device(self) -> torch.device: ...
@@ -55,8 +55,8 @@ class PeerMemory(Protocol):
 
     def borrow(self, handle: bytes) -> int:
         """Open another process's memory. Returns its address in this one. Raises RuntimeError where this device cannot
-        reach it, or where of additions that several devices make at a time some would be lost, OSError where the driver
-        does not know."""
+        reach it, or where some of the additions that several devices make at a time would be lost, OSError where no
+        library can say that."""
         ...
 
     def give_back(self, address: int) -> None:

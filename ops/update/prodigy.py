@@ -26,7 +26,7 @@ from torch import Tensor
 from ops.config import OptimizerConfig
 from ops.shards import Distance
 
-TAKEN_IN = ("master", "exp_avg", "exp_avg_sq", "s", "p0")  # arrays of the state that `take_in` has
+TAKEN_IN = ("master", "exp_avg", "exp_avg_sq", "s", "p0")  # arrays of the state that `take_in` is called with
 _AT_ONCE = 1 << 23  # elements; what is computed on the way takes 32 MiB of a device
 
 

@@ -69,9 +69,8 @@ class StateMemory:
         """Opens memory that `reserve` has made, here or in another process."""
         self.memory = memory
         self._order = np.frombuffer(memory.buffer, np.uint64, 1)
-        self.present = np.frombuffer(
-            memory.buffer, np.uint8, SEATS, _SEATS_AT
-        )  # by seat: 1 while that worker may write
+        # by seat: 1 while that worker may write
+        self.present = np.frombuffer(memory.buffer, np.uint8, SEATS, _SEATS_AT)
         (self.total,) = (int(n) for n in np.frombuffer(memory.buffer, np.uint64, 1, _TOTAL_AT))
 
     @classmethod
@@ -82,7 +81,7 @@ class StateMemory:
         return cls(memory)
 
     def arrays(self, bank: int, lo: int, hi: int, names: tuple[str, ...] = ARRAYS) -> dict[str, np.ndarray]:
-        """[hi - lo] of each array of a bank: views, which pages that are not there yet are taken for when touched."""
+        """[hi - lo] of each array of a bank: views; touching one takes the pages that are not there yet."""
         return {
             name: np.frombuffer(self.memory.buffer, np.float32, hi - lo, self._offset(bank, ARRAYS.index(name), lo))
             for name in names

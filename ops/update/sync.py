@@ -507,7 +507,7 @@ class FlatSync:
             yield gradient
 
     def _gradient_of(self, lo: int, hi: int) -> tuple[Tensor, Callable[[], None]]:
-        """The sum of [lo, hi) where its state is, and what returns when it is there."""
+        """The sum of [lo, hi) where its state is, and a function that returns when it is there."""
         if lo == hi:
             return torch.empty(0, dtype=self._state_dtype), _at_once
         gradient = self.gradients.part(lo, hi)

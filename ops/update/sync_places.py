@@ -62,7 +62,7 @@ class SyncPlaces:
         return (self.parameters_of or node_parameters)(module, named, layout, received)
 
     def agreed(self, group: Group, device: torch.device) -> SyncPlaces:
-        """Those that all members have from now on. Collective."""
+        """The places that all members use from now on. Collective."""
         mine = MEMORIES.index(self.gradients), PARAMETER_MEMORIES.index(self.parameters)
         numbers = exchange(group, mine[1] * len(MEMORIES) + mine[0], device)
         held, summed = zip(*(divmod(number, len(MEMORIES)) for number in numbers), strict=True)
