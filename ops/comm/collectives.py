@@ -462,8 +462,10 @@ class Group:
         for one in pending:
             one.forget()
         process_group, self._process_group = self._process_group, None
-        if busy or self._store is not None:  # its own, and no wrapped one; else it ends when the last reference does,
-            _abort(process_group)  # which an error or a heartbeat may hold, and where PyTorch warns of it
+        # One of our own (with a store) would else end with its last reference, which an error or a heartbeat may hold,
+        # and PyTorch would warn of that. One that was wrapped stays open.
+        if busy or self._store is not None:
+            _abort(process_group)
         if busy:
             _bury(_Remains(process_group, busy))
         free_ended()  # idle connections close at the end of this call, within a millisecond

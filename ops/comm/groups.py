@@ -33,14 +33,14 @@ import torch.distributed as dist
 from ops.comm.collectives import Group
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, without_stack
 
-# For a process before its first communicator. PyTorch's answer to a broken communicator is to end the process, and so
-# the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
-# So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. And with
-# TORCH_NCCL_BLOCKING_WAIT each wait of a collective would hold the host up until the device has come there, and give up
-# after a time limit of its own. A debug mode for collectives that are out of step switches such an end on again, and a
-# dump holds the list of what is under way for four times as long as it may take, while a broken group is to go. A check
-# for NaN ends the process of a gradient that is not finite, whose step is skipped, and of padding that nobody wrote.
-# Whatever a cluster sets for other programs does not count.
+# Set before a process makes its first communicator, over what a cluster sets for other programs. By default PyTorch
+# ends the process when a communicator breaks, and with it the state that a survivor holds: at once, or minutes later
+# through a monitor that another worker's error has alarmed. It also does 0.1 s after a device has failed, before the
+# worker has said in which cascade. With TORCH_NCCL_BLOCKING_WAIT each wait for a collective would hold the host up
+# until the device has come there, and give up after a limit of its own. The debug mode for collectives out of step
+# (DESYNC) switches ending on again. A dump holds the list of what is under way for up to four times its limit, while a
+# broken group is to go. The NaN check ends the process for a gradient that is not finite, whose step would be skipped,
+# and for padding that nobody wrote.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # wins over NCCL_BLOCKING_WAIT, its earlier name
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -190,7 +190,7 @@ class Groups:
         """Returns when every worker of the generation has called it. Before the first collective: each brings its part
         of the state, which takes some of them long, and collectives have little patience, which is right for steps.
 
-        Raises Cancelled with the generation, TimeoutError after `patience`.
+        Raises Cancelled or GroupError when the generation ends, TimeoutError after `patience`.
         """
         store = dist.PrefixStore(f"heddle/{self.generation}/{doing}", self._store)
         if not self._meet(store, "here", self.world.index(self.rank), len(self.world), patience, _LONG_LOOK_S):

@@ -8,7 +8,7 @@ For each connection Linux counts the bytes that the other side has acknowledged,
 way (`TCP_INFO`). A sender that has nothing to send, or whose receiver takes nothing, is not busy then: so the bytes of
 a busy second are what the network between the two gives, or less where messages are too small to fill it. The kernel
 knows which (it calls their sender limited by the application). What does not go by TCP, such as InfiniBand, is not
-seen, and nothing is on other systems than Linux.
+seen, and outside Linux nothing is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sent:
     """What went to one host in a while."""
 
     num_bytes: int
-    busy_s: float  # the connection to it that was busy for the longest
+    busy_s: float  # of the connection that was busy for the longest
     newest: float  # bytes per second of the connection that has sent the most, by the kernel's last estimate
     fills: bool  # whether that connection took all that the network gives
 

@@ -26,7 +26,7 @@ _AGAIN_S = 0.5  # before a host that has said no is asked again
 _KNOCKS = 20  # at a door, to find out whether packets are lost on the way
 _KNOCKS_S = 4.0  # a packet that is lost is sent again after 1 and 3 s
 # This number of them that needed a second packet is no chance: where 1 % of packets are lost either way it is seen once
-# in 1,500 times, where 30 % are nearly always.
+# in 1,700 times, where 30 % are nearly always.
 _UNSURE_KNOCKS = 4
 # Linux: offset of tcpi_total_retrans in struct tcp_info (include/uapi/linux/tcp.h), after 8 bytes and 23 numbers.
 _TOTAL_RETRANS = 100

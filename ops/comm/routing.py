@@ -28,7 +28,6 @@ empty bag or rank is no error, and per-sequence vectors are sent to their bag in
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,7 +40,7 @@ from torch._compile import _disable_dynamo
 
 from ops.chunks import chunk_bounds
 from ops.comm.collectives import Group
-from ops.degrees import BagRanks
+from ops.degrees import BagRanks, bags_of
 from ops.kernels.base.autograd import Context, InputGradients
 
 _NOT_INDEXED = {
@@ -122,18 +121,10 @@ def parse_topology(text: str) -> tuple[BagRanks, ...]:
 
     Raises ValueError for anything else, a size given twice and zero counts.
     """
-    terms = [re.fullmatch(r"g([1-9]\d*)n([1-9]\d*)", term.strip()) for term in text.split("+")]
-    counts: dict[int, int] = {}
-    for match in terms:
-        if match is None or int(match[1]) in counts:
-            raise ValueError(
-                f"topology {text!r} is not of the form g1n4+g2n2: sizes and counts of at least 1, each size once."
-            )
-        counts[int(match[1])] = int(match[2])
     bags: list[BagRanks] = []
     start = 0
-    for size in sorted(counts):
-        for _ in range(counts[size]):
+    for size, count in sorted(bags_of(text).items()):
+        for _ in range(count):
             bags.append(tuple(range(start, start + size)))
             start += size
     return tuple(bags)
