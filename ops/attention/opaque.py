@@ -1,9 +1,9 @@
 """Functions that torch.compile leaves as they are: attention and its exchanges, by lengths that the host knows.
 
-What they give goes into code again, which is made for how a tensor lies in memory, and of a view for what it is a view
-of. That differs by degree and by backend, so compiled code gets rows one after the other in a tensor of their own.
-What they are given beside tensors is no frozen dataclass: torch 2.11 makes code for the fields of one, so for each
-number of sequences.
+Compiled code goes on with their results, and is made for how a tensor lies in memory and, if it is a view, of what.
+That differs by degree and by backend, so compiled code gets rows one after the other in a tensor of their own. What
+they are given beside tensors is no frozen dataclass: torch 2.11 makes code for the fields of one, so for each number of
+sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def leave_opaque() -> None:
-    """From now on. Not before: it imports the compiler, which takes a second."""
+    """From now on torch.compile leaves them as they are. Not at import: the compiler's own takes a second."""
     for name, function in _functions.items():
         if name not in _left:
             _left[name] = torch.compiler.disable(_giving_rows(function))  # type: ignore[no-untyped-call]

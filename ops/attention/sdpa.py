@@ -13,7 +13,7 @@ from ops.attention.names import BackendName
 
 
 def leave_out_cudnn() -> None:
-    """PyTorch takes cuDNN for scaled_dot_product_attention no more where nobody names it, in this process from now on.
+    """Keep PyTorch from choosing cuDNN for scaled_dot_product_attention by itself, in this process from now on.
 
     On GPUs of capability 9.0 it comes first, and its backward of a mask gives NaN for some lengths and magnitudes
     (PyTorch #196678). The backend `cudnn`, which has no masks, names it.

@@ -27,7 +27,7 @@ from ops.attention.table import AttentionSetting, AttentionTable, mean_length
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """`auto` takes the first backend of the table that can serve the call and that suits its lengths."""
+    """`auto` takes the first backend of `PREFERENCES` that can serve the call and that suits its lengths."""
 
     backend: BackendName
     least: int = 0  # scores, queries times keys, of a sequence where all have the same lengths

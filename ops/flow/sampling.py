@@ -1,7 +1,7 @@
 """Sampling with classifier-free guidance, on packed sequences and any bag of workers: Euler steps of the flow, DDIM, or
 those of a scheduler of Diffusers.
 
-    requests = [Request(text=text.encode(["a red disc"])[0], frames=17, height=64, width=96, seed=0)]
+    requests = [SampleRequest(text=text.encode(["a red disc"])[0], frames=17, height=64, width=96, seed=0)]
     latents = sample_latents(dit, requests, text.encode([""])[0], geometry, SamplerConfig(), group)
     video = vae.decode(latents[0][None])[0]                                        # uint8 [T, H, W, 3]
 
@@ -37,7 +37,7 @@ _STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerConfig:
-    """How the flow is integrated from noise to a clip."""
+    """How a clip is made from noise."""
 
     steps: int = 20
     guidance_scale: float = 3.0  # 1: the prompt alone, one forward per step instead of two
@@ -416,8 +416,8 @@ class _Prompts:
         guidance: float | None,
         group: Group,
         device: torch.device,
-        in_halves: bool | None = None,
-        block_frames: int = 0,
+        in_halves: bool | None,
+        block_frames: int,
     ) -> _Prompts:
         told = [request.condition for request in requests if request.condition is not None]
         images = [request.image for request in requests if request.image is not None]

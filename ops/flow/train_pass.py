@@ -1,7 +1,7 @@
 """Forward and backward of one packed cascade and its loss, the same for a worker and for a prediction of what it needs,
 and the forward alone for clips that are not trained on.
 
-S sequences, n rows of this rank, C latent channels, t h w latent grid of one clip, P width of a token row, E of text.
+S sequences, n rows of this rank, P width of a token row, W of its latent columns (`latent_width`), E of a text token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ops.precision import half_products
 class PassClip:
     """One sequence of the pass: what this rank holds of it, and whose random numbers it gets."""
 
-    rows: Tensor  # [n, P], this rank's rows of the clean latent; the model gets the columns after it as they are
+    rows: Tensor  # [n, P], this rank's rows: W columns of the clean latent, then those that the model gets as they are
     text: Tensor  # [text tokens, E], whole
     key: str  # of its sample
     weight: float  # share of the step's loss; 0 for a clip that did not decode
@@ -49,8 +49,8 @@ class PassResult:
     """What a pass leaves beside the gradients."""
 
     loss: Tensor  # this rank's part, detached
-    predicted: Tensor  # [n, P]
-    target: Tensor  # [n, P]
+    predicted: Tensor  # [n, W]
+    target: Tensor  # [n, W]
     weights: Tensor  # [S]
 
 
@@ -108,7 +108,7 @@ class _Drawn:
 
     levels: list[float]  # of each clip; where its frames have their own, their mean over those with a loss
     tokens: Tensor  # [n, P], noisy
-    target: Tensor  # [n, C]
+    target: Tensor  # [n, W]
     times: Tensor  # [S], or of each frame of each sequence
     first_times: Tensor | None = None  # [S], of first frames that are given, where some have noise
     weights: Tensor  # [S]
@@ -180,7 +180,7 @@ def _predict(
     settings: PassSettings,
     conditions: Conditions,
 ) -> Tensor:
-    """[n, C] of the settings' dtype."""
+    """[n, W] of the settings' dtype."""
     if drawn.first_times is not None:
         conditions = replace(conditions, first_times=drawn.first_times)
     with half_products(layout.device, settings.autocast):

@@ -197,7 +197,7 @@ def claim(number: int) -> socket.socket | None:
 
 def borrow(number: int, patience_s: float = _CONNECT_S) -> BorrowedMemory:
     """Memory of the lender with this number. Raises ConnectionError when it is not on this node, or lends no more, or
-    does not answer for so long."""
+    does not answer within `patience_s`."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(patience_s)
     descriptors: list[int] = []

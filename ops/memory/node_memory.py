@@ -3,7 +3,7 @@
     memory = NodeMemory.create("gradients", num_bytes)     # one process; others get it by ops.memory.lending
     array = torch.frombuffer(memory.buffer, dtype=torch.float32)
     lock = RangeLock(memory)
-    lock.acquire(lo, hi)
+    lock.acquire(lo, hi, check)
     array[lo // 4 : hi // 4].add_(...)
     lock.release(lo, hi)
 

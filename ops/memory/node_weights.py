@@ -7,8 +7,7 @@ what it has read.
 Whoever has the address that belongs to the key (abstract, so the kernel gives it to one process at a time, and frees it
 when that process ends) reads, and lends the memory from then on (ops.memory.lending). Others connect and wait; who has
 mapped it lends it at an address of its own. When the first one has ended, who comes next has its address, looks for the
-memory at those of the others, and reads if no one of them lives. If it ends while it reads, one of those that wait
-reads.
+memory at those of the others, and reads if none of them lives. If it ends while it reads, one that waits reads.
 """
 
 from __future__ import annotations

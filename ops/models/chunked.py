@@ -34,7 +34,7 @@ class ChunkCodec(Protocol):
 
     @property
     def encoders(self) -> Sequence[nn.Module]:
-        """What torch.compile is for."""
+        """The modules that torch.compile compiles."""
         ...
 
     def encode_chunk(self, pixels: Tensor) -> Tensor: ...

@@ -70,9 +70,9 @@ def put_on_host(
     added: Sequence[AddedLora],
 ) -> NodeWeights:
     """Give the frozen weights of the module's blocks their values, in memory of the node. Those of a folder are on the
-    meta device, and read by one process of the node, with what is `added` to those of each transformer; random ones are
-    there. Raises MemoryError where the node has no
-    room, ConnectionError where another process holds the address."""
+    meta device, and read by one process of the node, with what is `added` to those of each transformer; random ones
+    have values already. Raises MemoryError where the node has no room, ConnectionError where another process holds the
+    address."""
     names = frozen_in_blocks(module)
     if config.path:
         files = [component(config.path, one.part) for one in config.experts]

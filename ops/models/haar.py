@@ -52,7 +52,7 @@ def _variances(matrix: np.ndarray, rho: float) -> np.ndarray:
 
 
 class HaarVAE:
-    """The codec as a `VAE` (ops/models/vae.py). Holds two small matrices; has no parameters to train."""
+    """The codec as a `VAE` (ops/models/base/vae.py). Holds two small matrices; has no parameters to train."""
 
     def __init__(self, config: VAEConfig, device: torch.device | str = "cpu") -> None:
         r, s = config.temporal, config.spatial

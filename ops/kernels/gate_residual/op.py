@@ -313,7 +313,7 @@ def _normed(t: Tensors, rows: Tensor) -> Outputs:
 
 _GATE_NORM = OpCase(
     name="gate_residual_ln_modulate",
-    # where an fp32 residual stream is asked for: a norm of a rounded one differs by the rounding, which is no fault
+    # x is a stream, fp32 where asked for: the norm of a rounded x' differs by the rounding, which is no fault
     inputs={"x": "stream", "y": "tokens", "gate": "table", "scale": "table", "shift": "table"},
     ours=lambda t, segments: gate_residual_ln_modulate(
         t["x"], t["y"], t["gate"], t["scale"], t["shift"], segments, out_dtype=t["y"].dtype

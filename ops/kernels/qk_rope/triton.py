@@ -540,7 +540,8 @@ def _case(kernel: str, width: int, launch: Launch, head_dim: int, per_head: bool
 
 
 def _by_rule() -> Iterator[CompileCase]:
-    """The backward that takes most shared memory of widths without a row: LTX, whose heads turn as one, or apart."""
+    """The backward that takes most shared memory of widths without a row: LTX, whose RoPE turns all heads as one, or
+    each apart."""
     rows = frozenset(f"{name}_ptr" for name in ("dqo", "dko", "q", "k", "wq", "wk", "dq", "dk"))
     for dtype, fp32 in (("bfloat16", frozenset[str]()), ("float32", rows)):
         launch = configuration({}, "qk_backward", LTX_WIDTH, dtype)

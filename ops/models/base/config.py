@@ -228,7 +228,7 @@ class DiTConfig:
 
     @property
     def spacing(self) -> Spacing:
-        """That of the noise levels which its pipeline passes to the scheduler."""
+        """How its pipeline spaces noise levels."""
         return "even"
 
     @property
@@ -338,8 +338,8 @@ class DiTConfig:
         return None if self.exchange == "auto" else self.exchange == "halves"
 
     def degrees(self, most: int, setting: SequenceSetting = "auto") -> tuple[int, ...]:
-        """Sizes, up to `most`, of bags that are planned where nobody names any: those that deal out heads well, and of
-        slices of frames and positions, which may have any lengths, all."""
+        """Sizes, up to `most`, of bags that are planned where nobody names any: those that deal out heads well; all of
+        them where frames and positions are dealt out, whose slices may have any lengths."""
         if not self.deals_heads:
             return tuple(range(1, most + 1))
         return default_degrees(self.num_heads, setting, most)

@@ -1,8 +1,8 @@
 """What the rest of Heddle must know of a model family; one `Family` per folder of `ops/models/`.
 
 Loading, export, LoRA, sampling, parity and the notes before a run iterate over `ops.models.families.FAMILIES` and name
-no family themselves. What all families have in common today (flow objective, one transformer) is not a
-field yet: the first family that differs makes it one, with the old behaviour as its default.
+no family themselves. What all families have in common is no field: the first one that differs makes it one, with the
+old behaviour as its default.
 
 Imports neither torch nor Ray; the callables that need them import them when called.
 """
@@ -326,9 +326,8 @@ class Family:
     unused_parts: tuple[str, ...] = ()  # components of the pipeline that no run computes with; exports link them
     # of diffusers.loaders.single_file_utils, for files in the names of the original code; "": none is offered
     converter: str = ""
-    converted: Mapping[str, str] = field(
-        default_factory=dict
-    )  # beginnings of names that it leaves -> those in Diffusers
+    # beginnings of names that it leaves -> those in Diffusers
+    converted: Mapping[str, str] = field(default_factory=dict)
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
     # parts of names of weights that its class in Diffusers has and no pass of ours computes with: they are not loaded,
     # and an export holds those of the folder that was trained from, or zeros

@@ -10,8 +10,7 @@ from ops.models.base.vae import NO_NOISE, DecodeNoise, DiffusersVAE, frame_bytes
 
 
 class PictureVAE(DiffusersVAE):
-    """A class of Diffusers that takes [B, C, H, W]. Every latent frame is a tile of a decode, and
-    nothing is blended."""
+    """A class of Diffusers that takes [B, C, H, W]. Every latent frame is a tile of a decode; nothing is blended."""
 
     batch_pixels = VAE_BATCH_PIXELS  # of the frames that are encoded together
 

@@ -36,7 +36,7 @@ class StackInputs:
     """
 
     modulation: Tensor  # [B, 6, D]
-    text: Tensor  # [T, D]
+    text: Tensor  # [rows of text, D]
     text_lengths: Lengths
     device: torch.device
     frames: StackInputs | None = None

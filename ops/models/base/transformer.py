@@ -81,11 +81,10 @@ class PackedTransformer(nn.Module):
     ) -> Tensor:
         """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
 
-        `timesteps` are sigma * num_train_timesteps, one per sequence, or one per frame of each (`Layout.num_times`)
-        where the family takes those. Features are channel first on both sides, as
-        `patchify` makes them. Collective over the group: every rank of the bag calls it (and its backward) for the same
-        layouts in the same order, also with n = 0.
-        Raises ValueError for shapes that do not fit the layout.
+        `timesteps` are sigma * num_train_timesteps, or times of a diffusion: one per sequence, or one per frame of each
+        (`Layout.num_times`) where the family takes those. Features are channel first on both sides, as `patchify` makes
+        them. Collective over the group: every rank of the bag calls it (and its backward) for the same layouts in the
+        same order, also with n = 0. Raises ValueError for shapes that do not fit the layout.
         """
         self._check(tokens, timesteps, text, layout)
         if self.compiled is not None:

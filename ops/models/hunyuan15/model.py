@@ -147,7 +147,7 @@ class PictureProjection(nn.Module):
 
 
 class UnreadPictureProjection(nn.Module):
-    """Its weights where text to video masks it out: kept as they are for the folder, and not trained."""
+    """Weights of `PictureProjection` in text to video, which masks it out: kept as they are, and not trained."""
 
     def __init__(self, image_dim: int, dim: int) -> None:
         super().__init__()
