@@ -225,7 +225,7 @@ def test_a_bag_without_sequences_and_ranks_without_rows_are_fine(run_ranks) -> N
 
 @pytest.mark.parametrize("text", ["", "g1", "g1n4x9", "g0n1", "g1n0", "g2n1+g2n2", "n1g1", "g1n1++g2n1"])
 def test_a_malformed_topology_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not gSIZEnCOUNT|names size 2 twice"):
+    with pytest.raises(ValueError, match=r"is not gSIZEnCOUNT|names size 2 twice"):
         parse_topology(text)
 
 
