@@ -163,7 +163,7 @@ class Dataset:
         self._keep_draws(step)
 
     def _file_draws(self, scheduled: Mapping[int, int], faults: Sequence[Fault]) -> None:
-        """`scheduled`: samples by source."""
+        """Count the samples of a step, `scheduled` by source, and its bad ones."""
         for fault in faults:
             self.ledger.skip(fault)
         bad = Counter(fault.source for fault in faults)

@@ -51,7 +51,7 @@ def uniform(seed: int, source: int, epoch: int, row: int, use: int) -> float:
 
 
 class SampleOrder:
-    """Turns populations and stages into micro-batches. Holds no position: that is the State."""
+    """Turns populations and stages into micro-batches. Holds no position: that is an `OrderState`."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """The engine on Ray Data: microbatches are read and decoded by tasks anywhere in the cluster, ahead of the training.
 
-    from_items(jobs of a window of steps) -> map_batches(decode one microbatch) -> references, in plan order
+    from_items(jobs of a window of microbatches) -> map_batches(decode one of them) -> references, in plan order
 
 One block is one microbatch. Whoever makes the engine (the feeder actor) owns the blocks; consumers get references and
-see the pixels in shared memory. Ray Data holds no position worth saving: the plan is the position, and a window may
+see the pixels in shared memory. Ray Data holds no position worth saving: the plan is the position, and the engine may
 start at any step. This is the only module that imports ray.data. What it relies on beyond Ray's stable interface, each
 held by a test: `iter_internal_ref_bundles`, `BlockEntry.ref`, `target_max_block_size=None`, and what stands in
 `data.engines.executions`.
@@ -105,7 +105,7 @@ def decode_block(rows: JobColumns, gate: GateHandle, clip_timeout_s: float) -> p
 
 @contextlib.contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Ends this process if it is still inside after so long; Ray then starts the task again. The watchdog is a C
+    """Ends this process if it is still inside after these seconds; Ray then starts the task again. The watchdog is a C
     thread: a dead-locked libav may hold the interpreter lock."""
     assert sys.__stderr__ is not None
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
@@ -271,7 +271,7 @@ class ShareOfFeeder:
 class Blocks:
     """An endless ordered stream of block references out of finite executions, the next one started ahead.
 
-    At most `ahead` microbatches, and `object_store_mb` of their pixels, are begun and not yet asked for; one always is.
+    One microbatch, and at most `ahead` of them and `object_store_mb` of their pixels, are begun and not yet asked for.
     """
 
     def __init__(

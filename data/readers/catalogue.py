@@ -81,7 +81,7 @@ class Catalogue:
         for _, _, stem, file in sorted(named, key=lambda entry: entry[:2]):
             self._by_stem.setdefault(stem, file)
         self._path_in_parts, self._stem_in_parts = _in_parts(self._by_path), _in_parts(self._by_stem)
-        # of before such names met others it said nothing of them: what was read then is read again
+        # parts that were indexed before names in parts were matched have no mark, and are read again
         self.fingerprint = digest.hexdigest() + ("|in parts" if self.in_parts else "")
         # number of media in folders outside of the root, and their digest; None where storage refuses to list them
         self._outside: dict[str, tuple[int, str] | None] = {}

@@ -29,8 +29,8 @@ from data.ledger import BadSample, Fault, FaultRecord, Reason
 from data.media_info import CropBox, MediaInfo
 
 VERSION = 5
-# Of how parts are read, where that is another way for some alone: `_is_outdated` knows those of before there was one,
-# `was_misread` in tables.py those of before 2.
+# Grows when some parts, not all, would be read otherwise now: `_is_outdated` knows which of those without a revision,
+# `was_misread` in tables.py which of revision 1.
 REVISION = 2
 _DRAWN = 12  # digits of a scratch file's name
 _KILLED_S = 86400.0  # since anything was written into one
@@ -317,7 +317,7 @@ class PartWriter:
             self._scratch(suffix).unlink(missing_ok=True)
 
     def _open(self, suffix: str) -> BinaryIO:
-        """The file of this suffix beside the part, which begins to be with the first call."""
+        """The file of this suffix beside the part, made by the first call."""
         if suffix not in self._beside:
             self._beside[suffix] = self._scratch(suffix).open("wb")
         return self._beside[suffix]
@@ -427,7 +427,7 @@ def clear_up(folder: Path) -> None:
 
 
 def _is_outdated(path: Path, footer: pq.FileMetaData, meta: PartMeta) -> bool:
-    """Whether a part of before there was a REVISION may be another one if it is read now."""
+    """Whether a part without a revision may have other rows if it is read now."""
     return (
         not _UNTURNED.isdisjoint(_suffixes(path, footer))
         or (Reason.SPLIT_KEY in meta["rejects"] and pc.any(pc.ends_with(_column(path, "key"), "/")).as_py())

@@ -195,8 +195,8 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, object] | BadSample
 
 
 def was_misread(meta: PartMeta) -> bool:
-    """Whether all rows of a part of before REVISION 2 lack what a column has whose name is a known one in other
-    letters: such names were not read."""
+    """Whether all rows of a part before REVISION 2 lack something that one of its columns has: one with a known name in
+    other letters, which was not read then."""
     for reason, names in ((Reason.BAD_ROW, PATHS), (Reason.NO_CAPTION, USUAL_NAMES)):
         if meta["rows"] and meta["rejects"].get(reason) == meta["rows"]:
             return any(name not in names and name.lower() in names for name in meta.get("unread", ()))

@@ -69,7 +69,7 @@ def parse_range(text: str) -> tuple[float, float]:
 
 
 class KoalaReader:
-    """Parts are CSV (or Parquet) files."""
+    """Parts are CSV, TSV or Parquet files."""
 
     def __init__(self, config: SourceConfig, limits: LimitsConfig) -> None:
         self.config, self.limits = config, limits

@@ -76,7 +76,7 @@ class PairsReader:
 
     @cached_property
     def _tables(self) -> str:
-        """Names of tables among the clips, which hold captions by all signs."""
+        """A hint at a table among the clips, which holds captions by all signs; "" without one."""
         others = (name for catalogue in self.catalogues.values() for name in catalogue.others)
         found = next((name for name in others if name.endswith(TABLE_SUFFIXES)), None)
         return f"; a table ({found}) is given as the source itself, not by its folder" if found else ""
@@ -207,7 +207,8 @@ def _stem(name: str) -> str:
 
 
 def _beside(catalogue: Catalogue) -> Beside:
-    """Those of no exact name are beside the clip that is called so when composed, if that has none of its own."""
+    """The captions of a folder. Those that no clip has exactly the name of are beside the clip that is called so when
+    composed, if that has none of its own."""
     beside: dict[str, dict[str, FileStat]] = {}
     for name, file in catalogue.files().items():
         if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
