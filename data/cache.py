@@ -124,7 +124,7 @@ class EntryNames:
         return place if place < len(self) and self.packed[place] == wanted[0] else -1
 
     def digest(self) -> str:
-        """Equal where they are."""
+        """Equal for equal keys."""
         return hashlib.blake2b(self.packed.tobytes(), digest_size=16).hexdigest()
 
 
@@ -141,7 +141,7 @@ class Listing:
         return bool(np.isin(before, now).all())
 
     def digest(self) -> str:
-        """Equal where the same are there."""
+        """Equal for listings of the same entries."""
         return f"{self.entries.digest()} {self.bad.digest()}"
 
 

@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
-AVI_VERSION = 4  # that of AVI
-# that of clips whose container says that they are turned, but for MP4 and MOV whose moov is read; of fragmented ones
-# see CHANGELOG
-TURNED_VERSION = 3
-PICTURE_VERSION = 6  # that of pictures
-RESAMPLED_VERSION = 5  # that of any clip at the rate of `data.fps`
+AVI_VERSION = 4  # of AVI
+TURNED_VERSION = 3  # of clips whose container says that they are turned, but for MP4 and MOV (`data.cache`)
+PICTURE_VERSION = 6  # of pictures
+RESAMPLED_VERSION = 5  # of any clip at the rate of `data.fps`
 READERS = 8  # remote captions that are read at a time
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
@@ -336,8 +334,7 @@ def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> 
     """Consecutive frames of the file, of which the last ones given count.
 
     The time of the first frame follows from its number and the average rate. If the rate varies, too few frames may
-    follow it. The clip is then decoded from its beginning for its last frames, unless it has
-    fewer than its header says.
+    follow it. The clip is then decoded from its beginning for its last frames, unless it has fewer than its header says.
     """
     left = least = job.bucket.frames
     for shown in _frames_since(source, clip, job, begin):

@@ -12,6 +12,6 @@ TONE_MAP = (
 
 
 def check_transfer(transfer: int, offset: int | None = None) -> None:
-    """Raises BadSample for that of a video of HDR."""
+    """Raises BadSample for the transfer function of an HDR video."""
     if transfer in HDR_TRANSFERS:
         raise BadSample(Reason.HDR, f"{HDR_TRANSFERS[transfer]}; tone-map it: {TONE_MAP}", offset)

@@ -31,8 +31,8 @@ from ops.standard_out import is_stdout
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
 _MOST_LATE = 1000  # lines of bad draws that wait for a disk that takes none; their clips train nothing meanwhile
 LEAST_IN_A_ROW = 20  # a source counts as gone after at least this many bad draws in a row, however small it is
-# times the bad draws after which a source is judged: one that has delivered nothing ends the run after as many draws
-# that are left out by choice, or after two epochs where these are fewer
+# A source that has delivered nothing ends the run after this many times the bad draws by which a source is judged, of
+# draws that are left out by choice, or after two epochs where these are fewer.
 LEFT_OUT_FOR = 10
 
 
@@ -225,7 +225,7 @@ class SourceCounts:
     delivered: int = 0
     skipped: Counter[Reason] = field(default_factory=Counter)
     bad_in_a_row: int = 0  # draws since the last good one, but for those that are left out by choice
-    left_out_in_a_row: int = 0  # these
+    left_out_in_a_row: int = 0  # draws since the last good one that are left out by choice
     last: Fault | None = None
 
     @property
@@ -508,8 +508,8 @@ class Ledger:
             what = f"{whose}none of its last {counts.bad_in_a_row} draws could be read"
             remedy = " See whether its files are where data.sources says, then resume."
             raise DataError(self._sentence(what, counts.skipped, counts.last) + remedy)
-        # Many of these in a row say nothing, as shards may be of one kind; of two epochs, that the source has nothing
-        # else, and so do its first thousands.
+        # Many draws left out in a row say nothing, as shards may be of one kind. Two epochs of them say that the source
+        # has nothing else, and so do the first thousands of it.
         bound = 2 * counts.planned
         if not counts.delivered:
             bound = min(bound, LEFT_OUT_FOR * max(self.limits.bad_after, LEAST_IN_A_ROW))

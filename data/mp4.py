@@ -31,7 +31,7 @@ class FragmentedFile(Exception):
 
 
 def probe(read: Read, size: int, limits: LimitsConfig) -> MediaInfo:
-    """Read `size` bytes of media through `read(offset, count)`. Raises BadSample, or Fragmented."""
+    """Read `size` bytes of media through `read(offset, count)`. Raises BadSample, or FragmentedFile."""
     moov = _find_moov(read, size, limits)
     try:
         return _parse_moov(moov, size, limits)

@@ -240,8 +240,8 @@ def kept_open() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told_of(uri: str) -> Iterator[None]:
-    """What keeps this process from reading a file as DataIOError, and what says that it is gone as FileNotFoundError
-    with its URI: PyArrow's has none, and who opens a path below what is a file now gets NotADirectoryError."""
+    """Raises DataIOError for a file that this process may not read, and FileNotFoundError with its URI for one that is
+    gone: PyArrow's has no URI, and where a folder has become a file, opening gives NotADirectoryError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -50,7 +50,7 @@ class SampleRef:
     epoch: int
     row: int  # ordinal in the index of the source
     start_frame: int  # in frames of the file
-    key: str  # name of the sample within its source; unique in the source
+    key: str  # name of the sample, unique within its shard
     caption_chars: int  # 0 when the caption is dropped
     content: str  # identity of the media bytes, for caches
     caption_pick: float = 0.0  # in [0, 1): which of several captions
