@@ -334,7 +334,8 @@ def _in_a_row(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> 
     """Consecutive frames of the file, of which the last ones given count.
 
     The time of the first frame follows from its number and the average rate. If the rate varies, too few frames may
-    follow it. The clip is then decoded from its beginning for its last frames, unless it has fewer than its header says.
+    follow it. The clip is then decoded from its beginning for its last frames, unless it has fewer than its header
+    says.
     """
     left = least = job.bucket.frames
     for shown in _frames_since(source, clip, job, begin):
