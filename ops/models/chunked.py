@@ -122,7 +122,7 @@ def is_chunked(config: VAEConfig) -> bool:
     return name in VAE_CLASSES and VAE_CLASSES[name].own is not None
 
 
-def chunked_vae(config: VAEConfig, device: torch.device | str, shared: bool = False) -> ChunkedVAE:
+def chunked_vae(config: VAEConfig, device: torch.device | str, shared: bool) -> ChunkedVAE:
     """The autoencoder of a local folder, in the dtype of its settings. `shared` as `ops.models.frozen.frozen`."""
     path = config.path
     assert path is not None

@@ -27,7 +27,7 @@ from ops.models.experts import parts_of, transformers
 from ops.models.files import weight_files
 from ops.models.float8 import SCALE, in_8_bits, in_float8, row_scales
 from ops.models.folders import component
-from ops.models.weights import read_state
+from ops.models.weights import read_whole
 from ops.update.node_parameters import BlockPlace, bytes_laid_out
 from ops.update.parameter_places import place_on
 from ops.update.parameters import BlockModule, blocks_in
@@ -110,7 +110,7 @@ def _of_folders(
     stored: dict[str, Tensor] = {}
     changed: dict[str, Callable[[Tensor], Tensor]] = {}
     for part, one, lora in zip(parts_of(module), config.experts, added, strict=True):
-        state = read_state(component(config.path or "", one.part))
+        state = read_whole(component(config.path or "", one.part))
         stored |= {f"{part}{name}": tensor for name, tensor in state.items()}
         changed |= {f"{part}{name}": partial(lora.over, name, device=device) for name in state if lora.changes(name)}
     small, found = in_8_bits(module), {}

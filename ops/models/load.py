@@ -168,7 +168,7 @@ def check_kept(config: DiTConfig) -> None:
 
 
 def kept_skeleton(config: DiTConfig) -> dict[str, Tensor]:
-    """The same on the meta device: names and shapes, by Diffusers' class."""
+    """The weights of `kept_weights` on the meta device: names and shapes, by Diffusers' class."""
     import diffusers
     import torch
 
@@ -239,7 +239,7 @@ def _check_files_of_experts(config: DiTConfig) -> None:
 
 
 def dit_skeleton(config: DiTConfig) -> nn.Module:
-    """The same module on the meta device: names, shapes and what is trainable, without memory or weights."""
+    """The module of `build_dit` on the meta device: names, shapes and what is trainable, without memory or weights."""
     import torch
 
     from ops.models.undrawn import Undrawn
@@ -336,8 +336,8 @@ def build_vae(config: VAEConfig, device: torch.device | str = "cpu", shared: boo
 
 
 def bare_vae(config: VAEConfig, device: str = "cpu") -> VAE:
-    """The same without the weights of a folder, whose config.json alone is read, on the CPU: in dtype and layout as on
-    that kind of device."""
+    """The autoencoder of `build_vae` on the CPU, in dtype and layout as on that kind of device. Of a folder only
+    config.json is read, no weights."""
     if config.kind == "haar":
         return build_vae(config, "cpu")
     from ops.models.chunked import bare_chunked, is_chunked

@@ -25,7 +25,7 @@ _NAMES = {"_class_name", "architectures", "model_type"}  # one of which Diffuser
 
 
 class OtherForm(ConfigError):
-    """Weights are there, and not as a Diffusers folder. Another one has to be got, elsewhere."""
+    """Weights are there, but not as a Diffusers folder, which has to be got elsewhere."""
 
 
 class LiesBelow(OtherForm):
@@ -34,7 +34,7 @@ class LiesBelow(OtherForm):
 
 def check_form(folder: Path, names: Sequence[str]) -> None:
     """Raises OtherForm for a folder whose config.json is of the authors' own code, where one of the components is
-    looked for. Of one that is no JSON whoever loads it tells."""
+    looked for. A file that is no JSON is left to the loader, which says so."""
     try:
         fields = read_json(folder / "config.json")
     except ValueError:

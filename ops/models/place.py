@@ -13,8 +13,8 @@ from ops.models.config import EncoderPlace
 
 
 def on_device(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with all its parameters on the device. One that is there is left alone: parameters without data (under
-    FakeTensorMode) cannot be moved."""
+    """The module with all its parameters on the device. A module that is there already is left alone: parameters
+    without data (under FakeTensorMode) cannot be moved."""
     return module if all(p.device == device for p in module.parameters()) else module.to(device)
 
 
@@ -33,7 +33,7 @@ def visiting(modules: Sequence[nn.Module], place: EncoderPlace, device: torch.de
     homes = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
-            tensor.data = tensor.data.to(device, copy=True, non_blocking=True)  # the host need not wait: they stay
+            tensor.data = tensor.data.to(device, copy=True, non_blocking=True)  # no wait: homes stay
         yield
     finally:
         for tensor, home in zip(tensors, homes, strict=True):

@@ -37,8 +37,8 @@ def recipe_of(dit: AnyDiT) -> TrainingRecipe | None:
 
 
 def _frame_rate(family: Family, files: PipelineFiles, where: str) -> float | None:
-    """That at which their own pipeline shows clips: 16 per second for Wan, 8 for CogVideoX and 16 for its 1.5, 24 for
-    HunyuanVideo and Kandinsky, 30 for Mochi."""
+    """Frames per second at which the weights' own pipeline shows clips, such as 16 for Wan2.1; None for pictures, and
+    for a transformer that gets the rate of each clip."""
     dit = dit_config(files.transformer, family.settings(), where)
     if dit.images_only or dit.clip_rate is not None:
         return None

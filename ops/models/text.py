@@ -117,7 +117,7 @@ class T5Text:
             there, *hidden = upload([ids] if mask is None else [ids, mask], self.device)
             states = self.encoder(input_ids=there, attention_mask=hidden[0] if hidden else None).last_hidden_state
             for row, i in enumerate(group):
-                # what is encoded of the rows after a caption counts as its own where these are asked for
+                # with `unmasked` the encoded rows after a caption are its own, up to `pad_to`
                 state = states[row, : max(len(tokens[i]), min(self.pad_to, self.unmasked))]
                 missing = max(self.pad_to - len(state), 0)
                 result[i] = torch.nn.functional.pad(state, (0, 0, 0, missing)).clone()  # a view would keep the batch
@@ -201,13 +201,14 @@ def look_at_neighbours(encoder: torch.nn.Module) -> None:
 
 
 def load_text(source: Source, config: TextConfig, device: torch.device | str, shared: bool) -> torch.nn.Module:
-    """A text encoder of a folder where and in what the settings have it on this device."""
+    """A text encoder of a folder, in the place and the dtype that the settings give it on this device. `shared` as
+    `ops.models.frozen.frozen`."""
     target = torch.device(device)
     home, dtype = home_of(config.place, target), getattr(torch, config.dtype_on(target.type))
     return frozen(source, dtype, home, shared, reader=target)
 
 
-def folder_t5(config: TextConfig, device: torch.device | str, shared: bool = False) -> T5Text:
+def folder_t5(config: TextConfig, device: torch.device | str, shared: bool) -> T5Text:
     """T5 or UMT5 from `config.path`: text_encoder/ and tokenizer/ of a pipeline, or one folder with both. `shared` as
     `ops.models.frozen.frozen`."""
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel

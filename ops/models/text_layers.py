@@ -112,13 +112,13 @@ def skeletons(config: TextConfig) -> tuple[nn.Module, nn.Module]:
 
 
 def without_sound(connectors: nn.Module) -> nn.Module:
-    """Connectors without that of the sound, which makes no row of the video's text."""
+    """The connectors without the one of the sound, which makes no row of the video's text."""
     del connectors.audio_connector
     return connectors
 
 
-def folder_layers(config: TextConfig, device: torch.device | str, shared: bool = False) -> LayersText:
-    """Both from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
+def folder_layers(config: TextConfig, device: torch.device | str, shared: bool) -> LayersText:
+    """Decoder and connectors from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
 
     Raises ValueError for folders that do not hold all of the weights, FileNotFoundError without a tokenizer.
     """
@@ -140,7 +140,7 @@ def folder_layers(config: TextConfig, device: torch.device | str, shared: bool =
 
 
 def random_layers(config: TextConfig, device: torch.device | str) -> LayersText:
-    """Small ones over bytes with weights drawn from `config.seed`: the same on every worker."""
+    """A small decoder and connectors over bytes, with weights drawn from `config.seed`: the same on every worker."""
     from transformers import ByT5Tokenizer
 
     encoder, connectors = _random(config)
@@ -148,7 +148,7 @@ def random_layers(config: TextConfig, device: torch.device | str) -> LayersText:
 
 
 def save_random_layers(config: TextConfig, folder: Path) -> None:
-    """The same and their tokenizer as folders of a pipeline, the connector of the sound with them."""
+    """The modules of `random_layers` and their tokenizer as folders of a pipeline, with the connector of the sound."""
     from transformers import ByT5Tokenizer
 
     encoder, connectors = _random(config)

@@ -1,7 +1,7 @@
 """Masks of text encoders as Transformers takes them without looking: four axes, and numbers that are added to logits.
 
-Of a mask with two axes, and of positions without one, its models read back whether anything is hidden at all: each such
-read makes the host wait until the device has done all that is queued. What has four axes goes to attention as it is.
+From a mask with two axes, and from positions without a mask, its models read back whether anything is hidden at all:
+each such read makes the host wait until the device has done all that is queued. Four axes go to attention as they are.
 
 B captions, L rows of the longest one.
 """

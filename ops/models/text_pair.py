@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,17 +25,12 @@ from ops.models.text_picture import Eyes, LlavaText
 from ops.models.text_vision import SiglipRows
 from ops.packed.uploads import upload
 
-if TYPE_CHECKING:
-    pass
-
 PICTURE = "<image>"  # the token of a picture in a random LLaVA's prompt
 
 
 def split(results: Sequence[Tensor], config: TextConfig) -> tuple[list[Tensor], Tensor | None]:
-    """Results [L_i + tail, E] of S captions -> their texts [L_i, E], and [S, V] or None without a second encoder.
-
-    Of a resolved config.
-    """
+    """Results [L_i + tail, E] of S captions -> their texts [L_i, E], and their vectors [S, V], or None without a second
+    encoder in the resolved config."""
     if not config.tail:
         return list(results), None
     vectors = [rows[-config.tail :].reshape(-1)[: config.pooled] for rows in results]
@@ -181,8 +175,7 @@ def pooled_text(
     eyes: Eyes | None = None,
     frames: SiglipRows | None = None,
 ) -> PooledText | GlyphText:
-    """The encoders of a resolved config as one; `eyes` are for one that sees pictures, `frames` is one of its own for
-    them."""
+    """The encoders of a resolved config as one; `eyes` are for a LLaVA, `frames` is the SigLIP beside a ByT5."""
     recipe = recipe_of(config)
     if recipe.second == "byt5":
         glyphs = T5Text(second, second_tokenizer, glyph_reader_of(config), device)

@@ -12,36 +12,25 @@ from torch import nn
 from ops.models.base.family import TextRecipe
 from ops.models.config import TextConfig
 from ops.models.files import read_json
-from ops.models.folders import (
-    check_tokenizer,
-    second_text_folder,
-    text_folder,
-    text_parts,
-    tokenizer_of,
-)
+from ops.models.folders import check_tokenizer, second_text_folder, text_folder, text_parts, tokenizer_of
 from ops.models.frozen import Source, read_whole
 from ops.models.seeded import drawn_from
 from ops.models.text import load_text, look_at_neighbours
 from ops.models.text_glyphs import GlyphText
+from ops.models.text_pair import PICTURE, PooledText, pooled_text, recipe_of
+from ops.models.text_pair_shapes import add_layers, cut, pair_skeleton, random_shapes, shapes
 from ops.models.text_picture import eyes_of, random_processor
 from ops.models.text_vision import folder_siglip, random_siglip, random_siglip_processor
 
 if TYPE_CHECKING:
-    from transformers import (
-        ByT5Tokenizer,
-        PreTrainedConfig,
-        PreTrainedTokenizerBase,
-    )
-
-from ops.models.text_pair import PICTURE, PooledText, pooled_text, recipe_of
-from ops.models.text_pair_shapes import add_layers, cut, pair_skeleton, random_shapes, shapes
+    from transformers import ByT5Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 _PROCESSOR = "Qwen2VLProcessor"  # of a Qwen2.5-VL whose files do not name it
 # of the part of Qwen2.5-VL that reads text, where the whole model is in the files
 _QWEN_NAMES = {r"^(model\.)?language_model\.(model\.)?": "", r"^model\.(?=layers|norm|embed_tokens)": ""}
 
 
-def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = False) -> PooledText | GlyphText:
+def folder_pair(config: TextConfig, device: torch.device | str, shared: bool) -> PooledText | GlyphText:
     """All encoders and their tokenizers from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
 
     The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold

@@ -12,22 +12,13 @@ from torch import nn
 
 from ops.models.base.family import TextRecipe
 from ops.models.config import TextConfig
-from ops.models.folders import (
-    second_text_folder,
-    text_folder,
-)
+from ops.models.folders import second_text_folder, text_folder
 from ops.models.text import random_shape
+from ops.models.text_pair import glyph_reader_of, recipe_of
 from ops.models.text_picture import random_llava
 
 if TYPE_CHECKING:
-    from transformers import (
-        CLIPTextConfig,
-        LlamaConfig,
-        PreTrainedConfig,
-        Qwen2_5_VLTextConfig,
-    )
-
-from ops.models.text_pair import glyph_reader_of, recipe_of
+    from transformers import CLIPTextConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLTextConfig
 
 C = TypeVar("C", bound="PreTrainedConfig")
 
@@ -70,7 +61,7 @@ def add_layers(shape: PreTrainedConfig, count: int) -> None:
 
 
 def cut(model: nn.Module, recipe: TextRecipe) -> nn.Module:
-    """Without its final norm, where the recipe leaves that out."""
+    """The model without its final norm, where the recipe leaves that out."""
     if recipe.states == "t5" or recipe.final_norm:
         return model
     language: Any = getattr(model, "language_model", model)  # its norm is of a class, and becomes another

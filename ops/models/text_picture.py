@@ -70,11 +70,8 @@ class LlavaText:
         self.encoder = model.eval().requires_grad_(False)
         self.tokenizer, self.eyes, self.recipe, self.picture = tokenizer, eyes, recipe, recipe.picture
         self.dim, self.max_length = config.d_model, config.max_length
-        self.picture_tokens, self.every, self.picture_rows = (
-            config.picture_tokens,
-            config.picture_every,
-            config.picture_rows,
-        )
+        self.picture_tokens, self.every = config.picture_tokens, config.picture_every
+        self.picture_rows = config.picture_rows
         prompt, token = self._tokens(""), int(self.encoder.config.image_token_index)
         if len(prompt) <= recipe.crop or token not in prompt[: recipe.crop]:
             raise ValueError(

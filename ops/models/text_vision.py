@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from transformers import SiglipVisionConfig, SiglipVisionModel
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-_PATCH = 8  # pixels, of the random one
+_PATCH = 8  # pixels, of the random SigLIP
 
 
 class SiglipRows:
-    """Deterministic; a picture's rows do not depend on its batch."""
+    """A SigLIP and what prepares pictures for it. Deterministic; a picture's rows do not depend on its batch."""
 
     def __init__(
         self, encoder: SiglipVisionModel, processor: Preprocessor, config: TextConfig, device: torch.device | str
@@ -55,7 +55,7 @@ class SiglipRows:
 
 
 def random_siglip(config: TextConfig, device: torch.device | str) -> SiglipRows:
-    """A small one with weights drawn from `config.seed`: the same on every worker."""
+    """A small SigLIP with weights drawn from `config.seed`: the same on every worker."""
     from transformers import SiglipVisionModel
 
     with drawn_from(config.seed):
@@ -63,8 +63,8 @@ def random_siglip(config: TextConfig, device: torch.device | str) -> SiglipRows:
     return SiglipRows(encoder, random_siglip_processor(config), config, device)
 
 
-def folder_siglip(config: TextConfig, device: torch.device | str, shared: bool = False) -> SiglipRows:
-    """That of the pipeline in `config.path`. `shared` as `ops.models.frozen.frozen`."""
+def folder_siglip(config: TextConfig, device: torch.device | str, shared: bool) -> SiglipRows:
+    """The SigLIP of the pipeline in `config.path`. `shared` as `ops.models.frozen.frozen`."""
     from transformers import SiglipVisionModel
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -84,7 +84,7 @@ def folder_siglip(config: TextConfig, device: torch.device | str, shared: bool =
 
 
 def siglip_skeleton(config: TextConfig) -> SiglipVisionModel:
-    """The vision tower that a folder's config.json describes, or the random one, with weights of any numbers."""
+    """The vision tower that a folder's config.json describes, or a small one; its weights are not set."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
     from transformers.initialization import no_init_weights
 
@@ -98,13 +98,13 @@ def siglip_skeleton(config: TextConfig) -> SiglipVisionModel:
 
 
 def siglip_size(encoder: SiglipVisionModel) -> int:
-    """Height and width that it sees, in pixels."""
+    """Height and width in pixels of what the vision tower sees."""
     size: int = encoder.config.image_size  # type: ignore[assignment]  # Transformers allows other forms, SigLIP has none
     return size
 
 
 def random_siglip_processor(config: TextConfig) -> SiglipImageProcessorPil:
-    """What prepares pictures for the random one."""
+    """What prepares pictures for the random SigLIP."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     side = math.isqrt(config.picture_tokens) * _PATCH

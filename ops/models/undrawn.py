@@ -1,5 +1,5 @@
-"""Modules on the meta device without first values: there is nothing to draw, and torch works out for each tensor that
-there is not: half of the time that skeletons of all presets took."""
+"""Modules on the meta device without first values. There is nothing to draw, which PyTorch finds out anew for each
+tensor: half of the time that skeletons of all presets took."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-# those of init hide the tensor's own
+# functions of `init` hide the tensor's own methods from a mode
 _DRAWS = frozenset({Tensor.uniform_, Tensor.normal_, init.uniform_, init.normal_, init.kaiming_uniform_})
 
 

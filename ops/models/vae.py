@@ -56,7 +56,7 @@ def vae_of(model: nn.Module, config: VAEConfig, device: torch.device | str) -> D
 def layout_of(
     config: VAEConfig, dtype: torch.dtype, device: torch.device, of_pictures: bool = False
 ) -> torch.memory_format:
-    """How clips lie in memory that it sees."""
+    """How the clips that the autoencoder sees lie in memory."""
     usual = device.type == "cuda" and dtype.itemsize == 2
     if config.channels_last == "off" or (config.channels_last == "auto" and not usual):
         return torch.contiguous_format
@@ -108,8 +108,7 @@ def vae_without_weights(config: VAEConfig, device: str) -> DiffusersVAE:
 
 @contextmanager
 def bare_on(config: VAEConfig, device: str, of_pictures: bool = False) -> Iterator[VAEConfig]:
-    """The settings with which a module that is made here is laid out on the CPU as on that kind of device, in its
-    dtype."""
+    """Settings for a module that is made within the block on the CPU: in dtype and layout as on that kind of device."""
     dtype = getattr(torch, config.dtype_on(device))
     plain = layout_of(config, dtype, torch.device(device), of_pictures) == torch.contiguous_format
     before = torch.get_default_dtype()
@@ -120,7 +119,7 @@ def bare_on(config: VAEConfig, device: str, of_pictures: bool = False) -> Iterat
         torch.set_default_dtype(before)
 
 
-def diffusers_vae(config: VAEConfig, device: torch.device | str, shared: bool = False) -> DiffusersVAE:
+def diffusers_vae(config: VAEConfig, device: torch.device | str, shared: bool) -> DiffusersVAE:
     """The autoencoder of a local folder, by the class its config.json names, in the dtype of its settings. `shared` as
     `ops.models.frozen.frozen`.
 

@@ -1,9 +1,9 @@
 """Transformer weights in Diffusers' folder layout: safetensors in one file or in shards with an index, and config.json.
 Folders of Transformers, which differ in the files' names, are read and written, too.
 
-state = read_state(folder)                    # lazily opened files, fp32 or as stored
-fill(module, folder, torch.bfloat16, "cuda")  # a module on the meta device: checked names, shapes, dtypes, then read
-write_folder(folder, state, dit_json(config)) # what Diffusers' from_pretrained reads
+    state = read_whole(folder)                    # by name, in the stored dtypes
+    fill(module, folder, torch.bfloat16, "cuda")  # a module on the meta device: what it has is checked, then read
+    write_folder(folder, state, dit_json(config)) # what Diffusers' from_pretrained reads
 """
 
 from __future__ import annotations
@@ -94,18 +94,13 @@ class StoredWeights:
 
 
 def read_whole(path: Path) -> dict[str, Tensor]:
-    """All weights of a file, of shards or of a folder (`files_of`), in their stored dtypes. Raises FileNotFoundError,
-    and ValueError for a broken file."""
+    """All weights of a file, of shards or of a folder (`files_of`) by name, in their stored dtypes. Raises
+    FileNotFoundError, and ValueError for a broken file."""
     found: dict[str, Tensor] = {}
     for file in files_of(path):
         with _opened(file) as opened:
             found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
     return found
-
-
-def read_state(folder: Path) -> dict[str, Tensor]:
-    """All weights of a transformer folder by name, in their stored dtypes."""
-    return dict(iterate(folder))
 
 
 def check_state(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
@@ -232,9 +227,7 @@ def frozen_digests(
     config: ModelConfig, dit: nn.Module | None, vae: object, text: object, image: object = None
 ) -> tuple[tuple[str, str], ...]:
     """(setting, digest) of each folder's weights that are not trained. Equal on workers that train the same function.
-    None stands for a part that is not there.
-
-    Parts without a folder are made from the config, by every worker alike. At the speed of the memory they lie in.
+    None stands for a part that is not there. Parts without a folder are made from the config, by every worker alike.
     """
     of_dit = dit.named_parameters() if dit is not None else ()
     parts: list[tuple[str, str | None, list[tuple[str, Tensor]]]] = [

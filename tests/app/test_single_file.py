@@ -16,7 +16,7 @@ from app.export.single_file import by_diffusers_names, convert
 from ops.models.families import FAMILIES
 from ops.models.load import build_dit, dit_skeleton, kept_weights
 from ops.models.wan.config import WanConfig
-from ops.models.weights import check_state, read_state
+from ops.models.weights import check_state, read_whole
 from ops.typed import ConfigError, as_plain
 from tests.families.kit import Renames
 from tests.families.registry import CASES
@@ -42,7 +42,7 @@ def test_a_single_file_becomes_the_folder_that_a_run_begins_with(tmp_path: Path)
     save_file({original(name): tensor for name, tensor in state.items()}, file)
     config.write_text(MODEL.replace("LAYERS", "2, lora_rank: 4"))  # as a run's that trains factors on these weights
     folder = convert(file, config, tmp_path / "out")
-    found = read_state(folder)
+    found = read_whole(folder)
     assert found.keys() == state.keys() and all(torch.equal(found[name], tensor) for name, tensor in state.items())
     begun = build_dit(WanConfig(path=str(tmp_path / "out"), **sizes()), 0).state_dict()
     assert all(torch.equal(begun[name], tensor.float()) for name, tensor in state.items())
@@ -109,7 +109,7 @@ def test_a_file_that_has_the_names_of_diffusers_keeps_them(tmp_path: Path, capsy
     file, config = tmp_path / "wan.safetensors", tmp_path / "wan.yaml"
     save_file({**state, "vae.weight": torch.zeros(3)}, file)
     config.write_text(MODEL.replace("LAYERS", "2"))
-    found = read_state(convert(file, config, tmp_path / "out"))
+    found = read_whole(convert(file, config, tmp_path / "out"))
     printed = capsys.readouterr().out
     assert re.match(r"converting 0\.\d M weights of \S+ into \S+/out/transformer\n", printed)
     assert found.keys() == state.keys() and all(torch.equal(found[name], tensor) for name, tensor in state.items())
@@ -193,7 +193,7 @@ def test_single_files_become_folders(tmp_path: Path, family: str) -> None:
     stored = {original.prefix + name: t for name, t in as_original(state, original.renames, original.halves).items()}
     others = {"vae.decoder.conv.weight": torch.zeros(3)} if original.prefix else {}
     save_file({name: tensor.contiguous() for name, tensor in (stored | others).items()}, file)
-    found = read_state(convert(file, config, tmp_path / "out"))
+    found = read_whole(convert(file, config, tmp_path / "out"))
     assert found.keys() == state.keys() and all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 

@@ -27,7 +27,7 @@ from ops.models.files import (
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.wan.config import WanConfig
-from ops.models.weights import check_state, read_state, write_folder
+from ops.models.weights import check_state, read_whole, write_folder
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify, unpatchify
 
@@ -74,7 +74,7 @@ def test_written_folder_loads_in_diffusers(tmp_path: Path, shard_bytes: int) -> 
     loaded, report = WanTransformer3DModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-    again = read_state(tmp_path)
+    again = read_whole(tmp_path)
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert again.keys() == state.keys()
     modes = {file.stat().st_mode for file in tmp_path.iterdir()}
@@ -129,7 +129,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     gone = weight_files(tmp_path / "transformer")[1]
     gone.unlink()
     with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
-        read_state(tmp_path / "transformer")
+        read_whole(tmp_path / "transformer")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_first_values_are_those_of_the_folder_not_rounded(tmp_path: Path) -> Non
     published(tmp_path)
     config = dit_config(dit_json(SMALL), WanConfig(path=str(tmp_path)), "here")
     rounded, value = build_dit(config, 0, torch.bfloat16), first_values(config, 0)
-    stored = read_state(tmp_path / "transformer")
+    stored = read_whole(tmp_path / "transformer")
     for name, parameter in rounded.named_parameters():
         assert torch.equal(value(name), stored[name]) and torch.equal(parameter, stored[name].bfloat16())
 

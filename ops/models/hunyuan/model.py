@@ -1,7 +1,7 @@
 """HunyuanVideo's transformer over packed sequences, with the parameter names of HunyuanVideoTransformer3DModel.
 
-n video rows and m text rows of this rank, D width. Text and video attend to each other in one sequence; under Ulysses
-both are cut into chunks. Double-stream blocks keep separate weights for video and text, single-stream blocks treat
+n video rows and m text rows of this rank, D width. Text and video attend to each other in one sequence; a bag cuts both
+into chunks. Double-stream blocks keep separate weights for video and text, single-stream blocks treat
 [video rows; text rows] alike.
 
 The text is refined in full by every rank and only then cut, so its gradients too are partial and sum up over the bag.

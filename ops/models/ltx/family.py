@@ -52,8 +52,8 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[Tensor, Tensor]:  # of Diffusers
-    """The normalisation in the buffers of the loaded module; its config.json has the scale only. A module that
-    is built to predict memory has no values there."""
+    """The normalisation in the buffers of the loaded module; its config.json has the scale only. A module that is built
+    to predict memory has no values there."""
     del channels
     scale = float(fields.get("scaling_factor", 1.0))
     return module.latents_mean, module.latents_std / scale

@@ -35,8 +35,8 @@ class LTX2DiT(LTXTransformer):
 
 def rotation(layout: Layout, config: LTX2Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D / 2] of each local row, those of a head side by side. A frequency turns all three axes before
-    the next one does; in front are the pairs that are not rotated. In fp32 and in the order of Diffusers: the highest
-    frequency makes 2e-3 of an angle of a place's last bit."""
+    the next one does; in front are the pairs that are not rotated. In fp32 and in the order of Diffusers: the last bit
+    of a place is 2e-3 of an angle at the highest frequency."""
     stride_t = config.vae_stride[0]
     frames, rows, columns = layout.positions.float().unbind(1)
     rate = layout.made(_rates, config)[layout.seq_index]

@@ -2,8 +2,8 @@
 
 S sequences, n video rows and m text rows of this rank, T rows of the whole (replicated) text, D width, C width of the
 text's stream, H heads, d head size, f = d / 2. Text and video attend to each other in one sequence, as in HunyuanVideo;
-under Ulysses both are cut into chunks. Norms are RMSNorm without weights, also on what a branch gives before its gate,
-which is a tanh. Frequencies of positions are trained, for every head its own (Genmo 2024, "Mochi 1").
+a bag cuts both into chunks. Norms are RMSNorm without weights, also on what a branch gives before its gate, which is a
+tanh. Frequencies of positions are trained, for every head its own (Genmo 2024, "Mochi 1").
 
 The published weights take the share of signal and predict signal minus noise. Here, as in every family, a
 transformer gets the share of noise and predicts noise minus signal: both are turned at its ends.

@@ -1,4 +1,4 @@
-"""Wan2.1, text to video and image to video: Diffusers' names and numbers, and how they differ from other families."""
+"""Wan, text to video and image to video: Diffusers' names and numbers, and how they differ from other families."""
 
 from __future__ import annotations
 
@@ -112,10 +112,8 @@ def _published(index: Json, fields: Json) -> PublishedUse:
     """As WanPipeline is called by default, but for Wan2.2: TI2V-5B, whose latents have 48 channels, has a size of its
     own, and A14B the steps and the guidance of its authors, for high and for low noise (wan/configs/wan_t2v_A14B.py and
     wan_i2v_A14B.py of Wan-Video/Wan2.2), where the pipeline's are 50 and 5 for both."""
-    from_image, experts = (
-        fields["in_channels"] > fields["out_channels"],
-        bool((index.get("transformer_2") or [None])[0]),
-    )
+    from_image = fields["in_channels"] > fields["out_channels"]
+    experts = bool((index.get("transformer_2") or [None])[0])
     size: dict[str, object] = {"frames": 81, "height": 480, "width": 832, "fps": 16.0}
     if fields["out_channels"] == 48:
         size = {"frames": 121, "height": 704, "width": 1280, "fps": 24.0}
@@ -186,7 +184,7 @@ _ORIGINAL_LAYERS = {  # of a block: ours -> those of its own code
 }
 
 
-_VAE_OF_5B = {  # TI2V-5B's, with other numbers where latents are normalised, which nothing here is computed by
+_VAE_OF_5B = {  # TI2V-5B's, but for the mean and deviation of its latents: nothing is computed with these fields
     **{"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True},
     **{"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16},
     **{"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48},

@@ -1,4 +1,4 @@
-"""Wan2.1's diffusion transformer over packed sequences, with the parameter names of Diffusers' WanTransformer3DModel.
+"""Wan's diffusion transformer over packed sequences, with the parameter names of Diffusers' WanTransformer3DModel.
 
 S sequences, n rows of this rank, D width, H heads, d head size, T rows of the (replicated) text.
 
@@ -74,7 +74,7 @@ class WanDiT(PackedTransformer):
 
 
 class ConditionEmbedder(nn.Module):
-    """Time and text of each sequence, computed in full by every rank."""
+    """Time, text and first frame of each sequence, computed in full by every rank."""
 
     def __init__(self, config: WanBlocksConfig) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class ConditionEmbedder(nn.Module):
 class ImageEmbedding(nn.Module):
     """Diffusers' WanImageEmbedding: from an image encoder's rows to the width of the blocks."""
 
-    def __init__(self, in_dim: int, dim: int, places: int = 0) -> None:
-        """`places`: rows of each sequence, of which each has an embedding of its own; 0: they have none."""
+    def __init__(self, in_dim: int, dim: int, places: int) -> None:
+        """`places`: rows of each sequence, each with a trained embedding of its place; 0: rows without one."""
         super().__init__()
         self.pos_embed = nn.Parameter(torch.zeros(1, places, in_dim)) if places else None
         self.norm1, self.norm2 = nn.LayerNorm(in_dim), nn.LayerNorm(dim)

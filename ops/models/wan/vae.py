@@ -17,7 +17,7 @@ class WanVAE(DiffusersVAE):
 
     @property
     def _encoder_patch(self) -> int:
-        """Wan 2.2 cuts what it has made patches of."""
+        """Side in pixels of the patches that Wan 2.2 makes of a clip before it encodes it; 1 for Wan 2.1."""
         return self.model.config.patch_size or 1
 
     def _means(self, pixels: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ class WanVAE(DiffusersVAE):
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
-        """The model keeps frames of the chunk before (2.4 GiB of a clip of 81 frames at 720p), also of a call that
-        fails in the middle: until the next one they would be taken from what other work may have."""
+        """Drops the frames of the chunk before, which the model keeps (2.4 GiB of a clip of 81 frames at 720p), also
+        when a call fails in the middle: other work needs that memory until the next call."""
         try:
             yield
         finally:
