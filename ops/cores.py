@@ -31,7 +31,7 @@ def host_threads(workers_here: int, cores: int | None = None) -> int:
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
     """A block in which this thread has PyTorch compute on the CPU with `threads` of them at least."""
-    import torch  # whoever asks for cores alone, as processes that decode, has none
+    import torch  # here: processes that decode ask for cores, and need no torch
 
     before = torch.get_num_threads()
     if threads <= before:
@@ -54,7 +54,7 @@ def _quota(file: Path) -> float | None:
 
 
 def _old_quota(folder: Path) -> float | None:
-    """That of a cgroup of version 1, where -1 is none."""
+    """The limit of a cgroup of version 1, in cores; -1 is none."""
     try:
         most, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return most / period if most > 0 else None

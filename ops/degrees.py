@@ -42,7 +42,7 @@ def default_degrees(heads: int, setting: SequenceSetting = "auto", most: int = M
 
 
 def bags_of(topology: str) -> dict[int, int]:
-    """Size of a bag -> number of those, of a topology such as g1n4+g8n1. Raises ValueError."""
+    """Size of a bag -> number of such bags, of a topology such as g1n4+g8n1. Raises ValueError."""
     counts: dict[int, int] = {}
     for term in topology.split("+"):
         match = re.fullmatch(r"\s*g([1-9]\d*)n([1-9]\d*)\s*", term)

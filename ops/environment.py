@@ -43,8 +43,8 @@ def digest_of_program(root: Path = ROOT, folders: Sequence[str] = LAYERS) -> str
 
 
 def environment(device: torch.device) -> tuple[tuple[str, str], ...]:
-    """The same of a worker on this device, with the commit, CUDA's version and the GPU's name where there are any.
-    Never raises: what cannot be found is left out."""
+    """What `software` finds in a worker on this device, in order, with the commit, CUDA's version and the GPU's name
+    where there are any. Never raises: what cannot be found is left out."""
     found: dict[str, str] = {}
     with suppress(Exception):  # files that go meanwhile, a package whose metadata is damaged
         found = software()

@@ -18,8 +18,8 @@ class Geometry:
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     patch: tuple[int, int, int] = (1, 2, 2)
     causal: bool = True  # causal VAEs keep the first frame alone, so legal frame counts are stride*k + 1
-    # Frames of a VAE's chunks where it codes each for itself: what is left of a clip is whole latents, or
-    # the one frame of a picture. 0: it does not
+    # frames of a chunk, where the VAE codes each chunk by itself; what follows whole chunks is whole latents, or the one
+    # frame of a picture. 0: no chunks
     chunk: int = 0
 
     def latent_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:

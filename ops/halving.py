@@ -1,4 +1,4 @@
-"""When the attention heads of a rank travel in two halves, and what of their way attention hides. Pure.
+"""When the attention heads of a rank travel in two halves, and how much of their exchange attention hides. Pure.
 
 `ops/packed/exchange_halves.py` sends them, prices count on it (`actors/plan/costs/halved.py`).
 """

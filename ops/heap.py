@@ -32,7 +32,8 @@ def freed_bytes() -> int:
 
 
 def give_back(most: int = _MOST_BYTES) -> None:
-    """To the system, where more than that is free. Takes milliseconds then, and next to nothing otherwise."""
+    """Free blocks go back to the system where they are more than `most` bytes. Takes milliseconds then, and next to
+    nothing otherwise."""
     library = _glibc()
     if library is not None and freed_bytes() > most:
         library.malloc_trim(0)

@@ -30,7 +30,7 @@ _BY_RUST = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers say t
 
 
 def passes(error: BaseException | None) -> bool:
-    """Whether an error is one of these, or came of one, as a library's own that says which folder it could not read."""
+    """Whether an error passes, or was raised from one that does, as by a library that names what it cannot read."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -18,7 +18,7 @@ Bounds = Sequence[tuple[int, int]]  # [lo, hi) of each rank, one after the other
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema", "s", "p0")  # of a state; which it has, `state_names` says
 _ITEM_BYTES = 4  # fp32
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
-EDGE = 512  # elements: ranges of such a part begin at multiples of it (`ALIGN` of ops/kernels/push, without PyTorch)
+EDGE = 512  # elements: pushed ranges begin at multiples of it (`ALIGN` of ops/kernels/push, without PyTorch)
 _ALIGN = 16  # elements: shards begin on a cache line
 _EVEN_WORKERS = (64, 1024)  # at least, and at most, for which a vector has room after it
 _PADDED = 1 << 13  # elements of the vector for each worker more: 0.2 % of it
@@ -110,7 +110,7 @@ def shard_bounds(total: int, size: int) -> list[tuple[int, int]]:
 
 
 def even_bounds(total: int, size: int) -> list[tuple[int, int]]:
-    """The same, all of one length: they reach beyond the vector, by less than 16 elements for each worker.
+    """`shard_bounds`, all of one length: they reach beyond the vector, by less than 16 elements for each worker.
 
     >>> even_bounds(100, 3)
     [(0, 48), (48, 96), (96, 144)]
@@ -120,7 +120,8 @@ def even_bounds(total: int, size: int) -> list[tuple[int, int]]:
 
 
 def padding(total: int) -> int:
-    """Elements after a vector of `total`, by which that many workers have ranges of one length (`even_bounds`).
+    """Elements after a vector of `total`: 16 for each of 64 to 1,024 workers, whose ranges then have one length
+    (`even_bounds`).
 
     >>> padding(1000) // 16, padding(1_400_000_000) // 16
     (64, 1024)
@@ -159,7 +160,7 @@ def missing(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> list[tuple[i
 def cut(shards: Sequence[ShardState], lo: int, hi: int) -> ShardState:
     """The state of [lo, hi) out of shards cut in any other way. Copies; shards may overlap (replicas).
 
-    Raises ValueError when the shards are of different updates or leave a part of [lo, hi) uncovered.
+    Raises ValueError when the shards are of different states or leave a part of [lo, hi) uncovered.
     """
     if not shards:
         raise ValueError(f"no shards given for the range [{lo}, {hi}).")

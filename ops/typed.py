@@ -161,30 +161,11 @@ def plain(node: Node) -> object:
     return node.value
 
 
-# Words that mean something else in every section: the one elsewhere is not what was meant.
-EVERYWHERE = frozenset(
-    {
-        "name",
-        "path",
-        "dir",
-        "kind",
-        "min",
-        "max",
-        "every",
-        "steps",
-        "seed",
-        "device",
-        "enabled",
-        "width",
-        "height",
-        "frames",
-        "fps",
-        "table",
-        "weight",
-        "index",
-        "text",
-    }
-)
+# Words that mean something else in every section: a setting of another section by that name is not what was meant.
+EVERYWHERE = frozenset((
+    "name", "path", "dir", "kind", "min", "max", "every", "steps", "seed", "device", "enabled", "width", "height",
+    "frames", "fps", "table", "weight", "index", "text",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +174,7 @@ class Names:
 
     known: tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    done_otherwise: Mapping[str, str] = field(
-        default_factory=dict
-    )  # names that have none of ours: what is done instead
+    done_otherwise: Mapping[str, str] = field(default_factory=dict)  # names without one of ours: what is done instead
     values: Mapping[str, str] = field(default_factory=dict)  # a setting: what else is said of a value it does not take
     words: Mapping[str, str] = field(default_factory=dict)  # values as others write them, and ours
     others: bool = False  # unknown keys are passed over: files that other programs make, too
@@ -356,7 +335,7 @@ def _float(node: Node, path: str) -> float:
 def _choice(choices: Sequence[object], node: Node, path: str, names: Names) -> object:
     """The node's value, which must be one of `choices`."""
     _check_digits(node, path)
-    if node.value in choices and not (isinstance(node.value, bool) and node.value not in (True, False)):
+    if node.value in choices:
         return node.value
     if isinstance(node.value, bool) and (word := "on" if node.value else "off") in choices:
         return word  # as it was written: YAML 1.1 takes on and off for truth values

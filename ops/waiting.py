@@ -122,7 +122,7 @@ class Waited:
 
     @property
     def seconds(self) -> float:
-        """All of them; waits for the last wait of the stream."""
+        """Of host and stream together; waits for the last wait of the stream."""
         if self.waits:
             self.waits[-1].after.synchronize()
         return self.host_s + sum(one.seconds for one in self.waits)
@@ -147,7 +147,7 @@ class WaitClock:
         self._lock = threading.Lock()
 
     def waited(self, wait: Callable[[], None], on_stream: bool) -> StreamWait | None:
-        """Run a wait and book it. Returns that of the stream, which may not have ended."""
+        """Run a wait and book it. Returns the stream's wait, which may not have ended; None: the host waited."""
         if not on_stream:
             began = time.perf_counter()
             try:

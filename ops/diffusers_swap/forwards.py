@@ -88,8 +88,8 @@ def stands_for(original: type) -> Callable[[type], type]:
 
 
 def _dense(batch: int, tokens: int, device: torch.device) -> Segments:
-    """Kept for the next norms, but for tensors that end with what traces (a compiler, an export, fake tensors), and
-    those of a CUDA graph, which reads them after they have left the cache."""
+    """Segments of a batch, kept for the next norms. Not while something traces (a compiler, an export, fake tensors),
+    whose tensors end with it, nor in a CUDA graph, which reads them after they have left the cache."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return Segments.dense(batch, tokens, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -7,8 +7,8 @@
     fuse(transformer)      # Counter({'WanAttnProcessor': 60, 'WanTransformerBlock': 30, ...})
 
 Knows the transformers of Wan, HunyuanVideo, FLUX and CogVideoX. Parameters, their names, hooks and isinstance checks
-stay as they are: each module gets a subclass of its class with another forward. Modules that are not known, or are
-subclasses themselves, stay untouched: of another transformer of Diffusers the norms that it shares with these.
+stay as they are: each module gets a subclass of its class with another forward. Modules of other classes, subclasses of
+the known ones too, stay untouched: in another transformer of Diffusers only the norms that it shares are swapped.
 LoRA (`add_adapter`), `compile_repeated_blocks` and `save_pretrained` may come before or after, `fully_shard` after.
 """
 
@@ -24,9 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 def fuse(model: nn.Module) -> Counter[str]:
     """Swap norms, modulation, gates and QK-norm of `model` in place; how many of each class were swapped.
 
-    Raises ValueError if there is nothing to swap. Calling it again swaps nothing and raises nothing.
+    Raises ValueError if there is nothing to swap, or if a part is sharded already. A second call swaps nothing and
+    raises nothing.
     """
-    from ops.diffusers_swap import forwards  # needs diffusers, which the rest of ops does not
+    from ops.diffusers_swap import forwards  # heavy: Diffusers takes seconds to import
 
     swapped: Counter[str] = Counter()
     already = 0
@@ -48,7 +49,7 @@ def fuse(model: nn.Module) -> Counter[str]:
 
 def unfuse(model: nn.Module) -> Counter[str]:
     """Give every module that `fuse` swapped its own class back; how many of each."""
-    from ops.diffusers_swap import forwards  # needs diffusers, which the rest of ops does not
+    from ops.diffusers_swap import forwards  # heavy: as above
 
     originals = {fused: original for original, fused in forwards.FUSED.items()}
     restored: Counter[str] = Counter()

@@ -41,13 +41,13 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """How rows go between chunks and rest. `at_rest` [n'] are of all stacks, one after the other."""
+    """How rows go between chunks and rest. This rank has n rows in chunks, n' at rest, where stack follows stack."""
 
     stacks: tuple[Stack, ...]
     leaving: Tensor  # int64 [n]: local rows of the layout, in the order in which they are sent
-    returned: Tensor  # int64 [n]: its inverse
+    returned: Tensor  # int64 [n]: the inverse of `leaving`
     arriving: Tensor  # int64 [n']: row of the received buffer that belongs at each place at rest
-    departing: Tensor  # int64 [n']: its inverse
+    departing: Tensor  # int64 [n']: the inverse of `arriving`
     sent: tuple[int, ...]  # rows to each rank
     received: tuple[int, ...]  # rows from each rank
 

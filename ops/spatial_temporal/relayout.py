@@ -42,8 +42,8 @@ class Relayout:
         self.target_axis, self.source_axis = axis_of(layer), axis_of(layer + 1)
         self.num_targets = grid.schedule.slices(self.target_axis)
         self.num_sources = grid.schedule.slices(self.source_axis)
-        self.cut_dim = 1 if self.target_axis == "temporal" else 2  # of a block [B, T, S, C]: dealt to the ranks
-        self.whole_dim = 3 - self.cut_dim  # becomes whole
+        self.cut_dim = 1 if self.target_axis == "temporal" else 2  # of a block [B, T, S, C]: what is dealt to the ranks
+        self.whole_dim = 3 - self.cut_dim  # what becomes whole
         self._packed: dict[tuple[int, int], Tensor] = {}  # (target, source): rows that are ready to be sent
         self._under_way: dict[tuple[int, int], PartInFlight] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}  # packed, not yet returned

@@ -23,9 +23,8 @@ from typing import Literal
 
 from ops.chunks import chunk_bounds
 
-Axis = Literal[
-    "temporal", "spatial"
-]  # a slice of T, in which spatial layers run; a slice of S, in which temporal ones do
+# a slice of T, in which spatial layers run; a slice of S, in which temporal ones do
+Axis = Literal["temporal", "spatial"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ def intra(slices: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class SendPart:
-    """Part (target slice of the layer, source slice of its neighbour) goes on its way."""
+    """The part (target slice of the layer, source slice of the layer before) goes on its way; backward its gradient."""
 
     layer: int
     target: int
@@ -72,8 +71,7 @@ class SendPart:
 
 @dataclass(frozen=True, slots=True)
 class RunSlice:
-    """A slice of the layer runs, once its parts are there. The layer after the last stands for the end: what it runs
-    is laid down as it came."""
+    """A slice of the layer runs, once its parts are there."""
 
     layer: int
     index: int
