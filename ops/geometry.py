@@ -18,7 +18,7 @@ class Geometry:
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     patch: tuple[int, int, int] = (1, 2, 2)
     causal: bool = True  # causal VAEs keep the first frame alone, so legal frame counts are stride*k + 1
-    # frames of a chunk, where the VAE codes each chunk by itself; what follows whole chunks is whole latents, or the one
+    # frames of a chunk, where the VAE codes each chunk by itself; after whole chunks come whole latents, or the one
     # frame of a picture. 0: no chunks
     chunk: int = 0
 
