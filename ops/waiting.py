@@ -122,7 +122,7 @@ class Waited:
 
     @property
     def seconds(self) -> float:
-        """Of host and stream together; waits for the last wait of the stream."""
+        """Sum of host and stream; waits for the last wait of the stream."""
         if self.waits:
             self.waits[-1].after.synchronize()
         return self.host_s + sum(one.seconds for one in self.waits)
