@@ -24,8 +24,8 @@ from actors.plan.costs.handoff import Handoff
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse_topology, workload
+from actors.plan.schedule.bounds import rolling_bound
 from actors.plan.schedule.check import check
-from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, EarlyEncode, Item, Plan, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut

@@ -19,8 +19,9 @@ from pathlib import Path
 from actors.feed.experts import ExpertDraw
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
+from actors.plan.schedule.bounds import rolling_bound
 from actors.plan.schedule.check import check
-from actors.plan.schedule.figures import StepFigures, figures, rolling_bound, windows
+from actors.plan.schedule.figures import StepFigures, figures, windows
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.spared import from_cache
 from actors.plan.types import Cluster, Item, Plan

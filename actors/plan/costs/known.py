@@ -33,7 +33,7 @@ from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module
 from ops.counted import counted
 from ops.degrees import exchanged
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
 from ops.models.base.tiling import Tiling
 from ops.spatial_temporal.choice import SliceRates
 
@@ -223,6 +223,11 @@ class KnownCosts:
     def ran(self) -> dict[PointKey, LivePoint]:
         """Every point that ran, as on one node."""
         return self.live | {key: point for module in MODULES for key, point in self._spanning_only(module).items()}
+
+    def known_counts(self, module: Module, shape: PixelShape) -> set[int]:
+        """Numbers of samples of this shape that were measured or ran in one cascade, on one node or over several."""
+        over_nodes = (*(key for key, _ in self.spanning), *(point.key for point in self.over_nodes))
+        return {k[1] for k in (*self.measured, *self.live, *over_nodes) if k[0] == module and k[2:5] == shape}
 
     def held(self, key: PointKey) -> float:
         """Seconds of a measured point, as far as what ran since lets it stand."""

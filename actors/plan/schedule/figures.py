@@ -1,4 +1,4 @@
-"""A Plan of timed cascades, with its figures: makespan, idle share, WIR, CV_step, compute CV; and bounds.
+"""A Plan of timed cascades, with its figures: makespan, idle share, WIR, CV_step, compute CV.
 
 CV_step and compute CV are AdaptiveLoad's (sec. 4.1): of tokens, and of B S^2, per worker, as metrics.jsonl has them.
 """
@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.plan.measures import cv_step, variation
+from actors.plan.schedule.bounds import step_bound, within
 from actors.plan.schedule.problem import Problem
-from actors.plan.types import MODULES, Cascade, Module, Plan, StepPlan
+from actors.plan.types import Cascade, Plan, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +107,7 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -
                 step=number,
                 cascades=tuple(own),
                 makespan_s=window[1] - window[0],
-                lower_bound_s=step_bound(problem, number, _within(problem, number)),
+                lower_bound_s=step_bound(problem, number, within(problem, number)),
                 planning_s=planning_s,
                 idle_ratio=balance.idle_ratio,
                 update_s=update_s,
@@ -114,42 +115,3 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -
             )
         )
     return Plan(strategy=problem.options.strategy, steps=tuple(steps))
-
-
-def step_bound(problem: Problem, step: int, modules: Sequence[Module]) -> float:
-    """Seconds that a step needs at least when its work in `modules` runs within it."""
-    area, path = 0.0, 0.0
-    for key in problem.items:
-        if key[0] != step:
-            continue
-        encode, dit = 0.0, 0.0
-        for module in modules:
-            if problem.needs(key, module):
-                quick = problem.cheapest(key, module)[1]
-                area += problem.least_area(key, module)
-                if module == "dit":
-                    dit = quick
-                else:
-                    encode = max(encode, quick)
-        path = max(path, encode + dit)
-    return max(area / sum(problem.topology.speed), path)
-
-
-def rolling_bound(problem: Problem) -> float:
-    """Mean seconds per step that any plan of the whole horizon needs at least: all work shared by all workers, or the
-    sum of what every step needs by itself. Windows of steps do not overlap, as no DiT cascade begins before the last
-    one of the step before has ended, and the last window ends after all encodes that its step waits for.
-
-    Like `step_bound` for plans whose cascades have one item each: where a profile extrapolates, items may share a
-    cascade, whose launches they then pay once."""
-    count = max(len(problem.numbers), 1)
-    apart = sum(step_bound(problem, number, _within(problem, number)) for number in problem.numbers)
-    area = sum(
-        problem.least_area(key, module) for key in problem.items for module in MODULES if problem.needs(key, module)
-    )
-    return max(area / sum(problem.topology.speed), apart) / count
-
-
-def _within(problem: Problem, step: int) -> tuple[Module, ...]:
-    """What a step has to run within its window: encodes of later steps may run before it."""
-    return MODULES if step == problem.first_step else ("dit",)

@@ -365,15 +365,12 @@ class Problem:
             quick = min(quick, pattern_quick / fastest)
         return area, quick
 
-    def least_area(self, key: ItemKey, module: Module) -> float:
-        """GPU-seconds of a module of an item in any cascade, also one that it shares: without what waits for copies of
-        weights, which those of the others are, too."""
-        profile, item = self.profile, self.items[key]
-        if module != "dit" or not (profile.fetched.num_bytes and profile.extrapolate):
-            return self.cheapest(key, module)[0]
-        whole = Samples.of_item(item, item.batch)
-        found = {k: profile.computed("dit", whole, k) for k, _ in self.modes("dit", item, 1)}
-        return min((k * seconds for k, seconds in found.items() if seconds is not None), default=0.0)
+    def once_at_best(self, item: Item, count: int, degree: int) -> float:
+        """Seconds of a dit cascade where its bag is quickest that it does not take again in a pack with others."""
+        part, over = Samples.of_item(item, count), 0.0
+        if degree > self.topology.largest:
+            over = self.topology.least_fall * self.profile.penalty_once("dit", part, degree)
+        return self.profile.once("dit", part, degree) + over
 
     def why_not(self, key: ItemKey, module: Module, count: int) -> str:
         """One sentence: why no degree can run it, and the smallest change that would help."""

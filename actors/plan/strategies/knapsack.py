@@ -89,15 +89,12 @@ class UnitPrices:
     def once(self, unit: Unit, size: int) -> float:
         """Seconds of its dit on a bag of this size that a unit does not take again in a pack with others; 0 where
         samples are not packed."""
-        problem, profile = self.problem, self.problem.profile
-        if not (profile.extrapolate and problem.needs(unit.key, "dit")):
+        problem, item = self.problem, self.problem.items[unit.key]
+        if not (problem.profile.extrapolate and problem.needs(unit.key, "dit")):
             return 0.0
-        key = Samples.of_item(problem.items[unit.key], unit.count), size
+        key = Samples.of_item(item, unit.count), size
         if key not in self._once:
-            over = 0.0
-            if size > problem.topology.largest:
-                over = problem.topology.least_fall * profile.penalty_once("dit", *key)
-            self._once[key] = profile.once("dit", *key) + over
+            self._once[key] = problem.once_at_best(item, unit.count, size)
         return self._once[key]
 
 

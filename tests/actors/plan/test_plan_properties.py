@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from actors.plan.costs.handoff import Handoff
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
+from actors.plan.schedule.bounds import rolling_bound
 from actors.plan.schedule.check import check
-from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem
 from actors.plan.strategies import genetic
@@ -65,8 +65,7 @@ def test_every_plan_of_every_strategy_is_legal(steps: list, cluster: Cluster, st
     plan = make_plan(workload, FLOPS, cluster, options)
     check(plan, workload, FLOPS, cluster)
     assert all(step.makespan_s >= step.lower_bound_s * (1 - 1e-9) for step in plan.steps)
-    if all(len(cascade.parts) == 1 for step in plan.steps for cascade in step.cascades):
-        assert mean_seconds(plan) >= rolling_bound(Problem(workload, FLOPS, cluster, options)) * (1 - 1e-9)
+    assert mean_seconds(plan) >= rolling_bound(Problem(workload, FLOPS, cluster, options)) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -81,14 +80,17 @@ def mean_seconds(plan: Plan) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_worker_plans_a_rolling_sequence_in_the_seconds_of_its_bound(seed: int) -> None:
-    """It runs one after the other what takes least, and no plan is shorter. Shapes differ, so that none share a
-    cascade."""
+    """It runs one after the other what takes least, and no plan is shorter. The transformer takes no time to launch:
+    packs would save it, of which the bound knows."""
     source = random.Random(seed)
     steps = [[(source.randint(1, 3), 17, 32 * side, 64, 20) for side in source.sample(range(1, 6), 3)] for _ in "123"]
     workload, cluster = named(steps), Cluster(nodes=(1,))
     options = counted(budget_s=0.02, lookahead=1)
-    plan = make_plan(workload, FLOPS, cluster, options)
-    assert mean_seconds(plan) == pytest.approx(rolling_bound(Problem(workload, FLOPS, cluster, options)))
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    dit = made.models["dit"]
+    made.models["dit"] = replace(dit, coefficients=(0.0, *dit.coefficients[1:]))
+    plan = make_plan(workload, made, cluster, options)
+    assert mean_seconds(plan) == pytest.approx(rolling_bound(Problem(workload, made, cluster, options)))
 
 
 def test_the_bound_of_a_rolling_sequence_knows_that_dits_of_two_steps_do_not_overlap() -> None:

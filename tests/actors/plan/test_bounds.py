@@ -1,0 +1,136 @@
+"""Lower bounds of steps, beside the best of all plans of tiny instances."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from actors.plan.costs.fetching import FetchedWeights
+from actors.plan.costs.point import Samples
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import CrossNode, Topology
+from actors.plan.schedule.bounds import rolling_bound, step_bound, within
+from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.types import ENCODERS, Cluster, Item
+from actors.planning.make_plan import make_plan
+from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
+
+SHAPES = [(1, 32, 32), (1, 64, 32), (5, 64, 64), (17, 96, 32)]
+
+
+def profile(source: random.Random) -> Profile:
+    """Launches from nothing to all, weights fetched or not, one node's bags or dear ones over nodes, points that ran
+    with noise."""
+    made = Profile.from_flops(WanConfig(num_heads=4), launch_s=source.choice([2e-4, 5e-3, 0.1]))
+    if source.random() < 0.3:
+        made.count_fetched(FetchedWeights(num_bytes=1000, bytes_per_s=1000 / source.choice([0.01, 0.1, 1.0])))
+    if source.random() < 0.3:
+        made.cross_node = CrossNode(penalty=0.3, decay=1.0)
+    for _ in range(source.choice([0, 0, 3])):
+        part = Samples.of(source.randint(1, 3), source.choice(SHAPES), source.choice([20, 90]))
+        degree = source.choice([1, 2])
+        made.observe("dit", part, degree, made.seconds("dit", part, degree) * source.uniform(0.6, 1.6))
+    return made
+
+
+def items_of(source: random.Random, samples: int) -> list[Item]:
+    items: list[Item] = []
+    while left := samples - sum(item.batch for item in items):
+        frames, height, width = source.choice(SHAPES)
+        items.append(
+            Item(
+                id=f"i{len(items)}",
+                batch=source.randint(1, left),
+                frames=frames,
+                height=height,
+                width=width,
+                text_tokens=source.choice([0, 20, 90]),
+                expert=source.choice([0, 0, 1]),
+                cached=ENCODERS if source.random() < 0.7 else (),
+            )
+        )
+    return items
+
+
+def partitions(samples: Sequence[int]) -> Iterator[list[list[int]]]:
+    """All ways to put samples into cascades."""
+    if not samples:
+        yield []
+        return
+    first, rest = samples[0], samples[1:]
+    for found in partitions(rest):
+        yield [[first], *found]
+        for number in range(len(found)):
+            yield [*found[:number], [first, *found[number]], *found[number + 1 :]]
+
+
+def least_makespan(items: Sequence[Item], made: Profile, cluster: Cluster) -> float:
+    """The least of plans whose encodes are whole and come first: any samples in a cascade, on any workers."""
+    topology = Topology(cluster, made.cross_node)
+    everyone = range(cluster.num_workers)
+    bags = [bag for k in (1, 2, 4) for bag in itertools.combinations(everyone, k)]
+    of_sample = [item for item in items for _ in range(item.batch)]
+    encodes = [(item, module) for item in items for module in ENCODERS if module not in item.cached]
+    known: dict[tuple, float] = {}
+    ways = []
+    for found in partitions(range(len(of_sample))):
+        cascades = [[of_sample[n] for n in members] for members in found]
+        if all(len({item.expert for item in cascade}) == 1 for cascade in cascades):
+            ways.append(cascades)
+
+    def seconds(cascade: list[Item], bag: tuple[int, ...]) -> float:
+        key = (*sorted(item.id for item in cascade), bag)
+        if key not in known:
+            known[key] = made.on(topology, "dit", Samples.by_shape(Samples.of_item(i, 1) for i in cascade), bag)
+        return known[key]
+
+    least = float("inf")
+    for homes in itertools.product(everyone, repeat=len(encodes)):
+        begun, ready = [0.0] * cluster.num_workers, {item.id: 0.0 for item in items}
+        for (item, module), home in zip(encodes, homes, strict=True):
+            begun[home] += made.on(topology, module, [Samples.of_item(item, item.batch)], (home,))
+            ready[item.id] = max(ready[item.id], begun[home])
+        for cascades in ways:
+            for order in itertools.permutations(cascades):
+                for chosen in itertools.product(bags, repeat=len(order)):
+                    free, last = list(begun), 0.0
+                    for cascade, bag in zip(order, chosen, strict=True):
+                        end = max(free[w] for w in bag)
+                        end = max(end, *(ready[item.id] for item in cascade)) + seconds(cascade, bag)
+                        for worker in bag:
+                            free[worker] = end
+                        last = max(last, end)
+                        if last >= least:
+                            break
+                    least = min(least, last)
+    return least
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_of_a_tiny_step_is_quicker_than_its_bound(seed: int) -> None:
+    source = random.Random(seed)
+    nodes = source.choice([(1,), (2,), (1, 1)])
+    speed = tuple(source.choice([1.0, 1.0, 0.6]) for _ in range(sum(nodes)))
+    made, cluster = profile(source), Cluster(nodes=nodes, speed=speed)
+    items = items_of(source, source.randint(1, 3 if sum(nodes) > 1 else 4))
+    problem = Problem([items], made, cluster, PlanOptions())
+    bound = step_bound(problem, 0, within(problem, 0))
+    assert 0 < bound <= least_makespan(items, made, cluster) * (1 + 1e-9)
+    assert rolling_bound(problem) == pytest.approx(bound)
+
+
+def test_the_bound_of_pictures_that_share_launches_is_what_their_pack_takes() -> None:
+    """One worker: nothing but one pack of all is quickest, and it has the launches of one."""
+    made = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.1)
+    items = [
+        Item(id=f"i{n}", batch=n, frames=1, height=32 * n, width=64, text_tokens=20, cached=ENCODERS)
+        for n in (1, 2, 20)
+    ]
+    (step,) = make_plan([items], made, Cluster(nodes=(1,)), counted(budget_s=0.01)).steps
+    assert step.makespan_s == pytest.approx(step.lower_bound_s)
+    apart = sum(made.seconds("dit", Samples.of_item(item, item.batch), 1) for item in items)
+    assert step.makespan_s == pytest.approx(apart - 2 * made.once("dit", Samples.of_item(items[0], 1), 1))
