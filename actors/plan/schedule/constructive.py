@@ -5,13 +5,14 @@ What a search starts from, and what a step is given without one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.plan.costs.topology import Topology
-from actors.plan.schedule.listing import ListSchedule
+from actors.plan.schedule.listing import EarlyInputs, ListSchedule
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
 # Target times, as multiples of the longest path and of the jobs' area over all workers.
@@ -35,15 +36,17 @@ def constructive(
     problem: Problem, jobs: Sequence[PlannedJob], context: StepContext, fill_until: float, until: float = math.inf
 ) -> ConstructiveStarts:
     """Allotments for a few target times, own jobs only first; encodes of later steps then fill the best one's gaps. Of
-    the targets as many are listed as `until` allows, one at least."""
+    the targets as many are listed as `until` allows, one at least: where handoffs take time, also with the encodes of
+    an item together."""
     own = [i for i, job in enumerate(jobs) if not job.optional]
     ahead = [i for i, job in enumerate(jobs) if job.optional]
     tried = [*_by_targets(problem, jobs, own), *side_by_side(problem, jobs, own)]
     best: tuple[float, ListSchedule] | None = None
-    for order, degrees in tried:
+    handoffs = EarlyInputs(problem, context).cost
+    for together, (order, degrees) in itertools.product((False, True) if handoffs else (False,), tried):
         if best is not None and time.perf_counter() > until:
             break
-        schedule = listed(problem, jobs, order, degrees, context)
+        schedule = listed(problem, jobs, order, degrees, context, together=together)
         reached = schedule.score
         if best is None or reached < best[0] - 1e-9:
             best = (reached, schedule)
@@ -112,9 +115,11 @@ def listed(
     order: Sequence[int],
     degrees: Sequence[int],
     context: StepContext | None = None,
+    *,
+    together: bool = False,
 ) -> ListSchedule:
-    """Every job of the order, one after the other, where it ends first."""
-    schedule = ListSchedule(problem, jobs, context)
+    """Every job of the order, one after the other, where it ends first; `together` as `ListSchedule` says."""
+    schedule = ListSchedule(problem, jobs, context, together=together)
     for index in order:
         schedule.place(index, degrees[index])
     return schedule

@@ -54,8 +54,16 @@ class EarlyInputs:
 class ListSchedule:
     """A schedule in the making: places jobs one by one on the workers of a problem."""
 
-    def __init__(self, problem: Problem, jobs: Sequence[PlannedJob], context: StepContext | None = None) -> None:
-        """Without a context all workers are idle and nothing ran before."""
+    def __init__(
+        self,
+        problem: Problem,
+        jobs: Sequence[PlannedJob],
+        context: StepContext | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        """Without a context all workers are idle and nothing ran before. `together`: an encode goes where one worker
+        has all inputs of its dit first, instead of where it ends first."""
         context = context or StepContext.idle(problem.topology.num_workers)
         self.problem = problem
         self.context = context
@@ -65,6 +73,7 @@ class ListSchedule:
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
         self.inputs = EarlyInputs(problem, context)
+        self._consumer = {pred: job for job in jobs for pred in job.preds} if together and self.inputs.cost else {}
         self.begin = [0.0] * len(jobs)
         self.end = [0.0] * len(jobs)
         self.placed: list[Placement] = []
@@ -96,7 +105,10 @@ class ListSchedule:
         producers = self._producers(job)
         bags = self._bags(job, degree, ready, producers)
         assert bags, f"degree {degree} on {self.topology.num_workers} workers"
-        self.fix(index, self._best(job, bags, ready, producers))
+        if index in self._consumer:
+            self.fix(index, self._beside(index, degree, bags, ready))
+        else:
+            self.fix(index, self._best(job, bags, ready, producers))
 
     def put(self, index: int, degree: int, nodes: Sequence[int], turn: int = 0) -> None:
         """Put a job on the given nodes, in equal shares. `turn` varies which of equally free workers are taken."""
@@ -129,8 +141,9 @@ class ListSchedule:
     def fill(self, deadline: float, more: Sequence[PlannedJob] = ()) -> None:
         """Put encodes of later steps, and `more` of them, into idle gaps; the most urgent and largest first.
 
-        They start before the end of the step and end by it; nothing else moves. The cheapest degree that finds a gap is
-        taken, in the earliest gap. The schedule's order is by start time afterwards.
+        They start before the end of the step and end by it; nothing else moves. Where a handoff takes time, it is over
+        by then, too: results of an item that are apart would hold up a step that may place them better. The cheapest
+        degree that finds a gap is taken, in the earliest gap. The schedule's order is by start time afterwards.
         """
         self.jobs += more
         self.begin += [0.0] * len(more)
@@ -143,8 +156,9 @@ class ListSchedule:
             if time.perf_counter() > deadline:
                 break
             job = self.jobs[index]
+            handoff_s = self.problem.profile.handoff_seconds(self.problem.items[job.item], job.count)
             for _, degree, _ in sorted((k * s, k, s) for k, s in job.modes):
-                found = _gap(self, busy, job, degree, end_s)
+                found = _gap(self, busy, job, degree, end_s - handoff_s)
                 if found is not None:
                     start, workers = found
                     self._insert(index, workers, start, start + job.on(self.topology, workers), busy)
@@ -184,6 +198,24 @@ class ListSchedule:
             return []
         own = [(self.end[pred], self.where.get(pred, ())) for pred in job.preds]
         return [(end + delay, makers) for end, makers in own + earlier]
+
+    def _beside(self, index: int, degree: int, bags: Sequence[tuple[int, ...]], ready: float) -> tuple[int, ...]:
+        """The bag of an encode with which all inputs of its dit are first on a worker that made one of them; of equal
+        ones, where it ends first."""
+        job, consumer = self.jobs[index], self._consumer[index]
+        delay, earlier = self.inputs.of(consumer)
+        made = [(self.end[pred], self.where[pred]) for pred in consumer.preds if pred in self.where] + earlier
+        nodes = {self.topology.node[w] for _, makers in made for w in makers}
+        for workers in (self.topology.workers[node] for node in sorted(nodes)):
+            if len(workers) >= degree:
+                bags = [*bags, *self._holding(consumer, workers, degree, ready, set())]
+
+        def rank(workers: tuple[int, ...]) -> tuple[float, float]:
+            end = max(ready, max(self.free[w] for w in workers)) + job.on(self.topology, workers)
+            inputs = [*made, (end, workers)]
+            return min(_all_there(inputs, set(makers), delay) for _, makers in inputs), end
+
+        return min(bags, key=rank)
 
     def _best(
         self, job: PlannedJob, bags: Sequence[tuple[int, ...]], ready: float, producers: set[int]
@@ -358,6 +390,11 @@ class ListSchedule:
                     bag += near.nearest(equal, min(count - len(bag), len(equal)), bag)
             chosen += bag
         return tuple(sorted(chosen))
+
+
+def _all_there(inputs: Sequence[tuple[float, tuple[int, ...]]], bag: set[int], delay: float) -> float:
+    """When inputs (end, workers) are on a bag, to which what it has not made comes after `delay`."""
+    return max(end + delay if bag.isdisjoint(makers) else end for end, makers in inputs)
 
 
 def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:

@@ -15,6 +15,7 @@ from actors.plan.schedule.problem import PlanOptions, Problem, StepContext
 from actors.plan.strategies.search.step_jobs import own_jobs
 from actors.plan.types import Cluster, EarlyEncode, Item
 from actors.planning.actor import fetches
+from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 
 GIB = 2**30
@@ -95,3 +96,43 @@ def test_what_was_encoded_early_is_handed_over_like_anything_else(of_horizon: bo
     assert elsewhere.begin == [7.0], "its end and the handoff"
     free.place(0, 1)
     assert free.where == {0: (1,)} and free.begin == [max(2.0, context.free_s[1])], "although the other is free before"
+
+
+@pytest.mark.parametrize("nodes", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("latency_s", [0.001, 0.01, 0.1, 1.0])
+def test_a_plan_without_search_pays_no_handoff_that_costs_more_than_it_gains(
+    nodes: tuple[int, ...], latency_s: float
+) -> None:
+    """Text and latents of a clip on two workers are encoded at the same time, and one of them is handed over: never
+    where one worker that does all is quicker."""
+    profile, cluster = Profile.from_flops(WanConfig(num_heads=4)), Cluster(nodes=nodes)
+    profile.handoff = Handoff(latency_s=latency_s)
+    for sizes in ([1], [1, 2], [2, 1, 3]):
+        items = [
+            Item(id=f"i{n}", batch=1, frames=1, height=32 * side, width=64, text_tokens=40)
+            for n, side in enumerate(sizes)
+        ]
+        options = PlanOptions(budget_s=0.0, degrees=(1,))
+        plan = make_plan([items], profile, cluster, options)
+        alone = [make_plan([[item]], profile, Cluster(nodes=(1,)), options).steps[0].makespan_s for item in items]
+        least = max(alone) if len(items) <= cluster.num_workers else sum(alone)
+        assert plan.steps[0].makespan_s <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("latency_s", [0.001, 0.1, 1.0])
+def test_encodes_that_run_ahead_do_not_hold_up_the_next_step_by_their_handoffs(latency_s: float) -> None:
+    profile, cluster = Profile.from_flops(WanConfig(num_heads=4)), Cluster(nodes=(2, 2))
+    profile.handoff = Handoff(latency_s=latency_s)
+    sides = [[1, 2, 3], [3, 1], [2, 2, 1]]
+    steps = [
+        [
+            Item(id=f"i{n}", batch=1, frames=17, height=32 * side, width=64, text_tokens=40)
+            for n, side in enumerate(step)
+        ]
+        for step in sides
+    ]
+    ahead, alone = (
+        sum(step.makespan_s for step in make_plan(steps, profile, cluster, options).steps)
+        for options in (PlanOptions(budget_s=0.0, lookahead=1), PlanOptions(budget_s=0.0, lookahead=0))
+    )
+    assert ahead <= alone * 1.1

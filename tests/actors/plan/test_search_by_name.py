@@ -379,8 +379,8 @@ def test_starts_are_listed_until_a_time_and_one_is_in_any_case() -> None:
     begun: list[ListSchedule] = []
 
     class Listed(ListSchedule):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
             begun.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
