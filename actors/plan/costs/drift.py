@@ -20,7 +20,7 @@ class Drift:
     def __init__(self, loads: Sequence[Load], ratios: Sequence[float], doubt: float) -> None:
         """`ratios` are measured over expected seconds, above 0. With `doubt` above 0 the factor goes to 1 far away from
         all of them, as for expectations that were fitted to the same points; with 0 to their mean."""
-        self._at = np.array([_place(load) for load in loads]).reshape(len(loads), 3)
+        self._at = _places(loads)
         self._log = np.log(np.array(ratios, dtype=float))
         self._doubt = doubt
 
@@ -28,10 +28,13 @@ class Drift:
         """What an expectation for this load is to be multiplied by."""
         if not len(self._log):
             return 1.0
-        distance = ((self._at - np.array(_place(load))) ** 2).sum(axis=1)
+        distance = ((self._at - _places([load])) ** 2).sum(axis=1)
         weight = np.exp(-distance / (2 * _WIDTH**2)) + (0.0 if self._doubt else _FAR)
         return math.exp(float(weight @ self._log) / (float(weight.sum()) + self._doubt))
 
 
-def _place(load: Load) -> tuple[float, float, float]:
-    return math.log(max(load.length, 1)), math.log(load.batch), math.log(load.degree)
+def _places(loads: Sequence[Load]) -> np.ndarray:
+    """[n, 3] logarithms of tokens, samples and degree."""
+    places: np.ndarray = np.array([(max(one.length, 1), one.batch, one.degree) for one in loads], dtype=float)
+    logs: np.ndarray = np.log(places.reshape(len(loads), 3))
+    return logs

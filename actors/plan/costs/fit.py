@@ -208,8 +208,9 @@ def fit_form(
     target = np.array(seconds)
     known, values, scales = _pseudo_points(FORMS[form].names, expected or {})
     best: Fit | None = None
+    columns_of = _columns_of(form, loads)
     for exponent in exponents if form == "adaptiveload" else (2.0,):
-        columns = np.array([FORMS[form].features(load, exponent) for load in loads])
+        columns = columns_of(exponent)
         both = np.vstack([columns, known])
         coefficients = nonnegative_fit(both, np.append(target, values), np.append(target, scales))
         r2, worst = quality(columns @ coefficients, target)
@@ -225,6 +226,15 @@ def fit_form(
             )
     assert best is not None
     return best
+
+
+def _columns_of(form: str, loads: Sequence[Load]) -> Callable[[float], np.ndarray]:
+    """Features [n, m] of these loads, for an exponent."""
+    if form != "adaptiveload":
+        return lambda exponent: np.array([FORMS[form].features(load, exponent) for load in loads])
+    # of 17 exponents and 2,000 points, one by one, this took longer than all else in a fit
+    lengths, shares = np.array([(load.length, load.batch / load.degree) for load in loads]).T
+    return lambda exponent: np.column_stack([np.ones(len(loads)), shares * lengths**exponent])
 
 
 def _pseudo_points(names: Sequence[str], expected: Expected) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -246,6 +256,9 @@ def nonnegative_fit(columns: np.ndarray, target: np.ndarray, scale: np.ndarray |
     """
     scale = target if scale is None else scale
     rows, wanted = columns / scale[:, None], target / scale
+    if len(rows) > columns.shape[1] + 1:  # every subset has the same errors by the few rows of R
+        triangle = np.asarray(np.linalg.qr(np.column_stack([rows, wanted]), mode="r"))
+        rows, wanted = triangle[:, :-1], triangle[:, -1]
     best, best_error = np.zeros(columns.shape[1]), np.inf
     for size in range(1, columns.shape[1] + 1):
         for subset in combinations(range(columns.shape[1]), size):

@@ -23,7 +23,7 @@ from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import Handoff, HandoffEstimate, HandoffPoint
 from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import Needs
-from actors.plan.costs.point import LivePoint, PointKey, Samples
+from actors.plan.costs.point import MOST_POINTS, LivePoint, PointKey, Samples
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.costs.slices import SlicedBlocks
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _DOUBT = 0.3  # weight of "the fit is right" beside the points that ran, each of which has at most 1
 _NUMBER = re.compile(r"-?\d[\d.]*")
+_MOST_LOADS = 4 * MOST_POINTS  # that are kept
 _LEAST = 0.1  # of the seconds of a cascade over nodes: what it would take on one at least, however noisy they are
 
 
@@ -92,6 +93,9 @@ class KnownCosts:
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
     _file_fits: dict[str, Fit] = field(default_factory=dict)
+    _loads: dict[tuple[PointKey, int], Load] = field(default_factory=dict)  # of points with their text tokens
+    _loads_by: tuple[object, ...] = ()  # what these were made by
+    _spreads: dict[PointKey, list[BagSpread]] | None = None  # over nodes; None: not looked up since one ran
     _rates: SliceRates | None = None
     _calls: CallLatency | None = None
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
@@ -137,6 +141,27 @@ class KnownCosts:
     def load(self, key: PointKey, text_tokens: int) -> Load:
         return self.load_of(key[0], Samples.of_key(key, text_tokens), key[5])
 
+    def _loads_of(self, points: Sequence[tuple[PointKey, int]]) -> list[Load]:
+        """Loads of points with their text tokens. They are kept, as few points of a run change in a step and making
+        2,000 anew takes longer than a fit to them."""
+        made_by: tuple[object, ...] = (
+            self.geometry,
+            self.tiling,
+            self.num_heads,
+            self.text_cost,
+            self.halved,
+            self.exchanges,
+        )
+        if self.sliced is not None and any(key[0] == "dit" for key, _ in points):
+            made_by += (self.sliced, self.slice_rates())
+        if made_by != self._loads_by or len(self._loads) > _MOST_LOADS:
+            self._loads, self._loads_by = {}, made_by
+        loads = self._loads
+        for point in points:
+            if point not in loads:
+                loads[point] = self.load(*point)
+        return [loads[point] for point in points]
+
     def slice_rates(self) -> SliceRates:
         """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by those of bags
         on one node: what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
@@ -162,7 +187,7 @@ class KnownCosts:
         """The model of the file's points alone, as it was before a run."""
         if module not in self._file_fits:
             keys = sorted(key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0))
-            loads = [self.load(key, self.text_tokens.get(key, 0)) for key in keys]
+            loads = self._loads_of([(key, self.text_tokens.get(key, 0)) for key in keys])
             prior = self.models.get(module) or self._proportions_of(module)
             seconds = [self.measured[key] for key in keys]
             self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
@@ -207,7 +232,7 @@ class KnownCosts:
         """Measured and observed points of a module, as cost models take them: those of a file as far as they still
         hold."""
         rows = self._known(module)
-        return [self.load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
+        return self._loads_of([(key, text) for key, _, text in rows]), [seconds for _, seconds, _ in rows]
 
     def _known(self, module: Module, spanning: bool = True) -> list[tuple[PointKey, float, int]]:
         """(point, seconds, text tokens) of what was measured and observed; also of bags over nodes. In order of the
@@ -245,9 +270,13 @@ class KnownCosts:
 
     def on_one_node(self, key: PointKey) -> LivePoint | None:
         """What a point that ran over nodes only would take on one."""
-        found = [(spanned, point) for (other, spanned), point in self.spanning.items() if other == key]
-        if not found:
+        if self._spreads is None:
+            self._spreads = {}
+            for other, spanned in self.spanning:
+                self._spreads.setdefault(other, []).append(spanned)
+        if key not in self._spreads:
             return None
+        found = [(spanned, self.spanning[key, spanned]) for spanned in self._spreads[key]]
         spanned, point = max(found, key=lambda one: one[1].count)
         return point.over(point.seconds / self._alone(key, point.seconds, spanned.overlap, point.text_tokens))
 
@@ -297,7 +326,7 @@ class KnownCosts:
         """The drift of the cost model, by all points that ran."""
         if (module, "model") not in self._drifts:
             seen = sorted(key for key in self.live if key[0] == module and (module == "text" or key[2]))
-            loads = [self.load(key, self.live[key].text_tokens) for key in seen]
+            loads = self._loads_of([(key, self.live[key].text_tokens) for key in seen])
             ratios = [
                 self.live[key].seconds / max(self.modelled(module, model, load), 1e-9)
                 for load, key in zip(loads, seen, strict=True)
@@ -308,7 +337,7 @@ class KnownCosts:
     def points_changed(self, module: Module) -> None:
         """Drop what was derived from the module's points."""
         self._fits.pop(module, None)
-        self._rates, self._calls = None, None
+        self._rates, self._calls, self._spreads = None, None, None
         self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
         self._cache.clear()
 

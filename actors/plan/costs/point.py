@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from actors.plan.types import Item, Module
 from ops.geometry import PixelShape
@@ -67,21 +67,18 @@ class LivePoint:
     texts: tuple[int, ...]  # text tokens of a sample of each, 0 where that is not known
     count: int  # cascades in all
     refused: int = 0  # absurd ones since the last that was believed
+    seconds: float = field(init=False, compare=False)
+    text_tokens: int = field(init=False, compare=False)  # of a sample, where known: the median
+
+    def __post_init__(self) -> None:  # asked for thousands of times in a step
+        object.__setattr__(self, "seconds", statistics.median(self.newest))
+        object.__setattr__(self, "text_tokens", round(statistics.median([text for text in self.texts if text] or [0])))
 
     @classmethod
     def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
         """A point of `count` equal measurements."""
         kept = min(count, NEWEST)
         return cls(newest=(seconds,) * kept, texts=(text_tokens,) * kept, count=count)
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.newest)
-
-    @property
-    def text_tokens(self) -> int:
-        """Text tokens of a sample, where known: the median."""
-        return round(statistics.median([text for text in self.texts if text] or [0]))
 
     def after(self, seconds: float, text_tokens: int = 0) -> LivePoint:
         """The point with one measurement more."""

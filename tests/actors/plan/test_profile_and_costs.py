@@ -3,20 +3,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import random
 import sys
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from actors.config import PlannerConfig
 from actors.plan.costs.fit import fit, fit_form, knapformer_constants
 from actors.plan.costs.flops import PRIORS
 from actors.plan.costs.forms import FORMS, Load
+from actors.plan.costs.known import KnownCosts
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
+from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.make_plan import make_plan
@@ -82,6 +86,19 @@ def test_knapformer_fit_gives_k_and_gamma() -> None:
     seconds = [k * (24 * p.length * width**2 + gamma * 4 * p.length**2 * width) for p in points]
     found = fit_form("knapformer", points, seconds, "synthetic")
     assert knapformer_constants(found, width) == pytest.approx((k, gamma), rel=1e-6)
+
+
+def test_a_fit_of_many_points_is_that_of_the_features_of_each() -> None:
+    """Features of all points at once and errors by a triangle of few rows, beside one by one and all rows."""
+    source = random.Random(0)
+    loads = [load(source.randint(1, 9), source.randint(1, 90_000), source.choice([1, 2, 4])) for _ in range(200)]
+    for form, exponent in (("adaptiveload", 1.85), ("arachne", 2.0)):
+        columns = np.array([FORMS[form].features(one, exponent) for one in loads])
+        weights = np.array([3.0, *(1.0 / column.mean() for column in columns.T[1:])])
+        seconds = columns @ weights * np.array([source.uniform(0.9, 1.1) for _ in loads])
+        found = fit_form(form, loads, seconds.tolist(), "", exponents=(exponent,))
+        plain = np.linalg.lstsq(columns / seconds[:, None], np.ones(len(loads)), rcond=None)[0]
+        assert (plain >= 0).all() and found.coefficients == pytest.approx(plain.tolist(), rel=1e-9)
 
 
 def test_coefficients_are_never_negative() -> None:
@@ -311,3 +328,35 @@ def test_profiles_are_json(h100: Profile) -> None:
     profile = Profile.from_flops(WanConfig())
     profile.observe("dit", Samples.of(1, (17, 64, 64)), 1, 0.1)
     assert json.loads(json.dumps(profile_json(profile)))["latency"][0]["seconds"] == 0.1
+
+
+def test_a_step_makes_loads_of_what_ran_in_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    for count, frames in product(range(1, 21), range(1, 61, 4)):
+        made.observe("dit", Samples.of(count, (frames, 64, 64), 20), 1, 0.1 * count * frames)
+    other = Samples.of(2, (17, 64, 96), 20)
+    made.seconds("dit", other, 2)
+    loads: list[Samples] = []
+    plain = KnownCosts._plain_load
+
+    def noted(known: KnownCosts, part: Samples, degree: int) -> Load:
+        loads.append(part)
+        return plain(known, part, degree)
+
+    monkeypatch.setattr(KnownCosts, "_plain_load", noted)
+    made.observe("dit", Samples.of(3, (9, 96, 96), 20), 1, 2.0)
+    made.seconds("dit", other, 2)
+    assert len(loads) < 10 < len(made.live)
+    made.num_heads = 6  # another model: no load of before holds
+    made.points_changed("dit")
+    made.seconds("dit", other, 2)
+    assert len(loads) > len(made.live)
+
+
+def test_a_price_by_bags_over_nodes_follows_what_ran_since() -> None:
+    made, part = Profile.from_flops(WanConfig(num_heads=4)), Samples.of(1, (17, 64, 64), 20)
+    made.observe("dit", part, 2, 4.0, spanned=BagSpread.of(2, 1.0))
+    before = made.seconds("dit", part, 2)
+    for _ in range(2):
+        made.observe("dit", part, 2, 8.0, spanned=BagSpread.of(3, 1.0))
+    assert made.seconds("dit", part, 2) == pytest.approx(2 * before)
