@@ -102,6 +102,7 @@ class KnownCosts:
     _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     # of `CascadePrices.modes`
     _cache: dict[tuple[Module, Samples, float], tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    _prices: dict[tuple[Module, Samples, int], float | None] = field(default_factory=dict)  # of `CascadePrices.price`
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
@@ -340,6 +341,7 @@ class KnownCosts:
         self._rates, self._calls, self._spreads = None, None, None
         self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
         self._cache.clear()
+        self._prices.clear()
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

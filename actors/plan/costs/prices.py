@@ -23,6 +23,8 @@ from actors.plan.costs.topology import Topology
 from actors.plan.types import Item, Module, PlanError
 from ops.units import GIB
 
+_MOST_PRICES = 100_000  # that are kept: thousands of cascades of a step are of the same few sizes
+
 
 @dataclass(kw_only=True, slots=True)
 class CascadePrices(KnownCosts):
@@ -43,6 +45,14 @@ class CascadePrices(KnownCosts):
 
     def price(self, module: Module, part: Samples, degree: int) -> float | None:
         """Seconds on one node at normal speed, or None where the profile cannot say."""
+        asked = (module, part, degree)
+        if asked not in self._prices:
+            if len(self._prices) > _MOST_PRICES:
+                self._prices.clear()
+            self._prices[asked] = self._price(module, part, degree)
+        return self._prices[asked]
+
+    def _price(self, module: Module, part: Samples, degree: int) -> float | None:
         key = part.key(module, degree)
         seen = self.live.get(key) or self.on_one_node(key)
         if seen is not None:

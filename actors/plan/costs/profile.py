@@ -341,6 +341,7 @@ class Profile(CascadePrices):
     def _count_spread(self, found: Iterable[SpreadCascade | None]) -> None:
         self.cross_node = cross_of_spread([one for one in found if one is not None], self.cross_node)
         self._cache.clear()
+        self._prices.clear()
 
     def _spread(
         self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP

@@ -199,7 +199,7 @@ def _improve(
     for relieve in (True, False):
         for _ in range(EXCHANGES if len(costs) else 0):
             bag = int(load.argmax() if relieve else load.argmin())
-            change = _exchange(per_bag, bag_of, load, held, cap, tokens, bag, relieve)
+            change = _exchange(per_bag, bag_of, kind_of, load, held, cap, tokens, bag, relieve)
             if change is None:
                 break
             for unit, target in change:
@@ -218,6 +218,7 @@ def _improve(
 def _exchange(
     per_bag: np.ndarray,
     bag_of: np.ndarray,
+    kind_of: np.ndarray,
     load: np.ndarray,
     held: np.ndarray,
     cap: np.ndarray,
@@ -232,6 +233,10 @@ def _exchange(
     high, low = load.max(), load.min()
     for other in others[:48]:
         if other == bag:
+            continue
+        # where both are of one size an exchange keeps their sum, and its score is no better than half of that
+        half = (load[bag] + load[other]) / 2 if relieve else -(load[bag] + load[other]) / 2
+        if best is not None and kind_of[bag] == kind_of[other] and half > best[0] + 1e-12 * abs(half):
             continue
         theirs = np.flatnonzero(bag_of == other)
         # Index 0 of each side is "nothing": a swap with nothing is a move.

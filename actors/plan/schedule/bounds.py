@@ -7,6 +7,7 @@ Example: clips of 3 s and 2 s on one worker, launches of 0.5 s in each: 4.5 s, h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,8 @@ from actors.plan.schedule.problem import ItemKey, Problem
 from actors.plan.types import ENCODERS, MODULES, Item, Module
 from ops.geometry import PixelShape
 
-FEW = 16  # up to which every number of samples of one shape in a cascade is priced
+FEW = 8  # up to which every number of samples of one shape in a cascade is priced
+PIECES = 16  # of a batch, that are priced
 
 
 def step_bound(problem: Problem, step: int, modules: Sequence[Module]) -> float:
@@ -95,8 +97,12 @@ def _packed(problem: Problem, keys: Sequence[ItemKey], quickest: dict[ItemKey, f
         added = _added(problem, items, counts)
         total += added.area
         once[expert] = max(once.get(expert, 0.0), added.once)
+        shared = _quickest(problem, _as_shared(items), [count for count in counts if count > 1])
         for key in group:
-            quickest[key] = _quickest(problem, problem.items[key], items, counts)
+            item = problem.items[key]
+            own = _quickest(problem, [item], [count for count in counts if count <= item.batch])
+            least = min(own, shared)  # no pack is quicker than its dearest part
+            quickest[key] = least if least < math.inf else 0.0
     return total + sum(once.values())
 
 
@@ -106,7 +112,7 @@ def _counts(problem: Problem, items: Sequence[Item]) -> list[int]:
     whole = sum(item.batch for item in items)
     counts = {*range(1, min(whole, FEW) + 1), whole, *problem.profile.known_counts("dit", items[0].shape)}
     for item in items:
-        counts |= {item.batch // pieces for pieces in range(1, min(item.batch, FEW) + 1)}
+        counts |= {item.batch // pieces for pieces in range(1, min(item.batch, PIECES) + 1)}
     least = 1 if problem.options.split else min(item.batch for item in items)
     return sorted(count for count in counts if least <= count <= whole)
 
@@ -125,13 +131,10 @@ def _added(problem: Problem, items: Sequence[Item], counts: Sequence[int]) -> _A
     return _Added(whole * min(areas, default=0.0), min(launches, default=0.0))
 
 
-def _quickest(problem: Problem, item: Item, alike: Sequence[Item], counts: Sequence[int]) -> float:
-    """Seconds of the quickest cascade that has samples of this item: no pack is quicker than its dearest part, which
-    may have samples of the items `alike`, too."""
-    offered = [mode for count in counts if count <= item.batch for mode in problem.modes_at_best("dit", item, count)]
-    for one in _as_shared(alike):
-        offered += [mode for count in counts if count > 1 for mode in problem.modes_at_best("dit", one, count)]
-    return min((seconds for _, seconds in offered), default=0.0) / max(problem.topology.speed)
+def _quickest(problem: Problem, items: Sequence[Item], counts: Sequence[int]) -> float:
+    """Seconds of the quickest cascade of one of these, of any of these counts; infinite where none is legal."""
+    offered = (mode for item in items for count in counts for mode in problem.modes_at_best("dit", item, count))
+    return min((seconds for _, seconds in offered), default=math.inf) / max(problem.topology.speed)
 
 
 def _as_shared(items: Sequence[Item]) -> list[Item]:

@@ -3,8 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.plan.schedule.balance import balance, occupancy_rule, parse_topology, workload
-from actors.plan.types import PlanError
+from actors.plan.costs.point import Samples
+from actors.plan.costs.prices import CascadePrices
+from actors.plan.costs.profile import Profile
+from actors.plan.schedule.balance import _exchange, balance, occupancy_rule, parse_topology, workload
+from actors.plan.types import Cluster, Item, Module, PlanError
+from actors.planning.make_plan import make_plan
+from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 
 def test_topology_grammar_is_parsed_in_ascending_order() -> None:
@@ -64,3 +70,34 @@ def test_the_memory_cap_holds_or_the_error_names_the_sequence() -> None:
     assert all(tokens <= 8000 * size for tokens, size in zip(held, found.sizes))
     with pytest.raises(PlanError, match="sequence 0 of 50000 tokens"):
         balance([50000], (1, 1), max_tokens=8000)
+
+
+@pytest.mark.parametrize("relieve", [True, False])
+def test_an_exchange_is_the_same_where_bags_that_cannot_be_better_are_passed_over(relieve: bool) -> None:
+    """Beside bags of one size each, of which none is passed over."""
+    source = np.random.default_rng(0)
+    for _ in range(50):
+        bags, units = int(source.integers(2, 12)), int(source.integers(1, 60))
+        per_bag = np.repeat(source.uniform(0.1, 3.0, (units, 1)), bags, axis=1)
+        bag_of = source.integers(bags, size=units)
+        load = np.array([per_bag[bag_of == bag, bag].sum() for bag in range(bags)])
+        tokens, held = np.zeros(units), np.zeros(bags)
+        worst = int(load.argmax() if relieve else load.argmin())
+        one, each = np.zeros(bags, dtype=int), np.arange(bags)
+        found = [_exchange(per_bag, bag_of, kinds, load, held, held, tokens, worst, relieve) for kinds in (one, each)]
+        assert found[0] == found[1]
+
+
+def test_units_of_one_size_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    price = CascadePrices._price
+
+    def noted(prices: CascadePrices, module: Module, part: Samples, degree: int) -> float | None:
+        asked.append((module, part, degree))
+        return price(prices, module, part, degree)
+
+    monkeypatch.setattr(CascadePrices, "_price", noted)
+    items = [Item(id=f"i{n}", batch=1, frames=1, height=64, width=64, text_tokens=20) for n in range(400)]
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    make_plan([items], made, Cluster(nodes=(4,)), counted(strategy="knapsack"))
+    assert len(asked) == len(set(asked)) < 400
