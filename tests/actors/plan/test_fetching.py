@@ -122,6 +122,7 @@ def test_points_measured_with_weights_on_the_device_get_the_copies() -> None:
         one.measure(key, 0.4, 512)
     assert seconds(trained, 1) == 2.0 and seconds(frozen, 1) == 0.4
     trained.live[key] = LivePoint.of(1.7, 3, 512)
+    trained.points_changed("dit")
     assert seconds(trained, 1) == 1.7, "a run's own measurement has them"
 
 

@@ -289,6 +289,7 @@ def test_a_degree_that_shares_heads_costs_what_it_sends_more() -> None:
     sent = {k: paid.seconds(*clip, k) - free.seconds(*clip, k) for k in (6, 8)}
     assert sent[8] / sent[6] == pytest.approx((7 / 64) / (5 / 36) * (1 + 4 / 12 / 2), rel=1e-6)
     paid.num_heads = 8
+    paid.points_changed("dit")
     assert paid.seconds(*clip, 8) - free.seconds(*clip, 8) == pytest.approx(sent[8] / (1 + 1 / 6), rel=1e-6)
 
 
