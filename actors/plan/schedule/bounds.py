@@ -144,5 +144,6 @@ def _as_shared(items: Sequence[Item]) -> list[Item]:
     texts = {item.text_tokens for item in items}
     if len(texts) > 1:
         least, most = min(texts), max(texts)
-        texts = {least, max(least, 1), most}
+        mean = sum(item.batch * item.text_tokens for item in items) / sum(item.batch for item in items)
+        texts = {least, max(least, 1), round(mean), most}
     return [replace(items[0], text_tokens=text) for text in sorted(texts)]
