@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from actors.plan.schedule.problem import ItemKey, Problem
-from actors.plan.types import ENCODERS, MODULES, Item, Module
+from actors.plan.types import ENCODED, MODULES, Item, Module
 from ops.geometry import PixelShape
 
 FEW = 8  # up to which every number of samples of one shape in a cascade is priced
@@ -46,7 +46,7 @@ def _least(problem: Problem, step: int, modules: Sequence[Module]) -> tuple[floa
     encode = dict.fromkeys(keys, 0.0)
     total = 0.0
     for key in keys:
-        for module in ENCODERS:
+        for module in ENCODED:
             if module in modules and problem.needs(key, module):
                 area, quick = _alone(problem, key, module)
                 total += area

@@ -14,7 +14,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.schedule.bounds import rolling_bound, step_bound, within
 from actors.plan.schedule.problem import PlanOptions, Problem
-from actors.plan.types import ENCODERS, Cluster, Item
+from actors.plan.types import ENCODED, Cluster, Item
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
 from tests.actors.plan.options import counted
@@ -50,7 +50,7 @@ def items_of(source: random.Random, samples: int) -> list[Item]:
                 width=width,
                 text_tokens=source.choice([0, 20, 90]),
                 expert=source.choice([0, 0, 1]),
-                cached=ENCODERS if source.random() < 0.7 else (),
+                cached=ENCODED if source.random() < 0.7 else (),
             )
         )
     return items
@@ -74,7 +74,7 @@ def least_makespan(items: Sequence[Item], made: Profile, cluster: Cluster) -> fl
     everyone = range(cluster.num_workers)
     bags = [bag for k in (1, 2, 4) for bag in itertools.combinations(everyone, k)]
     of_sample = [item for item in items for _ in range(item.batch)]
-    encodes = [(item, module) for item in items for module in ENCODERS if module not in item.cached]
+    encodes = [(item, module) for item in items for module in ENCODED if module not in item.cached]
     known: dict[tuple, float] = {}
     ways = []
     for found in partitions(range(len(of_sample))):
@@ -127,8 +127,7 @@ def test_the_bound_of_pictures_that_share_launches_is_what_their_pack_takes() ->
     """One worker: nothing but one pack of all is quickest, and it has the launches of one."""
     made = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.1)
     items = [
-        Item(id=f"i{n}", batch=n, frames=1, height=32 * n, width=64, text_tokens=20, cached=ENCODERS)
-        for n in (1, 2, 20)
+        Item(id=f"i{n}", batch=n, frames=1, height=32 * n, width=64, text_tokens=20, cached=ENCODED) for n in (1, 2, 20)
     ]
     (step,) = make_plan([items], made, Cluster(nodes=(1,)), counted(budget_s=0.01)).steps
     assert step.makespan_s == pytest.approx(step.lower_bound_s)
