@@ -303,7 +303,7 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     for fold in range(5):
         unseen[folds == fold] = train(folds != fold).predict(xgboost.DMatrix(columns[folds == fold]))
     plain, helped = np.abs(np.log(ratio)).mean(), np.abs(np.log(ratio) - unseen).mean()
-    if helped > max(0.9 * plain, plain - 1e-9):  # less is rounding
+    if helped > min(0.9 * plain, plain - 1e-9):  # less is rounding
         return found
     booster = train(np.ones(len(ratio), dtype=bool))
 
