@@ -42,9 +42,9 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
     index = read_json(folder / "model_index.json")
     fields = _part(folder, index, "transformer", "config.json")
     family = _family_of(fields)
-    scheduler = {} if family and family.own_code else _part(folder, index, "scheduler", "scheduler_config.json")
     if family is None:
         raise ConfigError(f"{folder} has a {class_of(fields)}; clips are made with {_classes()}.")
+    scheduler = {} if family.own_code else _part(folder, index, "scheduler", "scheduler_config.json")
     fields = {**family.class_defaults, **fields}
     try:
         recipe, published = family.recipe(pipeline_files(folder, fields)), family.published(index, fields)

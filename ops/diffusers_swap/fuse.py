@@ -24,17 +24,20 @@ from torch.distributed.fsdp import FSDPModule
 def fuse(model: nn.Module) -> Counter[str]:
     """Swap norms, modulation, gates and QK-norm of `model` in place; how many of each class were swapped.
 
-    Raises ValueError if there is nothing to swap, or if a part is sharded already. A second call swaps nothing and
-    raises nothing.
+    Raises ValueError, and swaps nothing, if there is nothing to swap or a part is sharded already. A second call swaps
+    nothing and raises nothing.
     """
     from ops.diffusers_swap import forwards  # heavy: Diffusers takes seconds to import
 
-    swapped: Counter[str] = Counter()
-    already = 0
-    for part in list(_parts(model)):
+    parts = list(_parts(model))
+    for part in parts:
         kind = type(part)
         if isinstance(part, FSDPModule) and any(base in forwards.FUSED for base in kind.__mro__):
             raise ValueError(f"{kind.__name__} is sharded already, under a class of its own; fuse before fully_shard.")
+    swapped: Counter[str] = Counter()
+    already = 0
+    for part in parts:
+        kind = type(part)
         already += kind in forwards.FUSED.values()
         if kind in forwards.FUSED:
             swapped[kind.__name__] += 1
