@@ -20,7 +20,6 @@ from actors.pool.membership_types import (
     Event,
     LeaveNotice,
     LifeSign,
-    LoadedWorker,
     Loading,
     Resize,
     Resources,
@@ -197,11 +196,7 @@ class Lookout:
                 continue
             self.try_again()
             self._tell(WorkerReady(worker=info.worker, node=info.node, pid=info.pid, host=info.host))
-            number = worker_number(info.worker)
-            events += [
-                Arrival(worker=number, node=info.node, gpu=info.place.index or 0),
-                LoadedWorker(worker=number, info=info),
-            ]
+            events.append(Arrival(worker=worker_number(info.worker), info=info))
         return events + [self._failed_start(failed) for failed in news.failed]
 
     def _other_weights(self, info: WorkerInfo) -> str:

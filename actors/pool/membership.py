@@ -3,13 +3,13 @@
 The controller passes it the events that it has seen, and carries out the decisions that it returns (the types of both
 are in actors.pool.membership_types):
 
-    view, decisions = membership.observe([LoadedWorker(worker=3, info=info)], now=time.monotonic())
+    view, decisions = membership.observe([Arrival(worker=3, info=info)], now=time.monotonic())
     for decision in decisions:
         match decision:
             case Form(): self.form(decision)
             ...
 
-Life of a worker:    Request -> Arrival -> starting -> LoadedWorker -> ready -> Form -> active -> (loss of a peer)
+Life of a worker:    Request -> Arrival -> ready -> Form -> active -> (loss of a peer)
                      recovering -> RecoveredWorker -> ready -> Form -> active ...
 It ends by Drain (it goes, at a step boundary), Death, or Replacement (it does not answer: kill it).
 
@@ -62,7 +62,6 @@ from actors.pool.membership_types import (
     LeaveNotice,
     LifeSign,
     Limits,
-    LoadedWorker,
     Loading,
     Member,
     MemberPhase,
@@ -166,11 +165,8 @@ class Membership:
         match event:
             case Arrival():
                 self._join(event, now)
-            case LoadedWorker():
-                self._unanswered = 0
-                self._ready(event.worker, "starting", now, info=event.info)
             case RecoveredWorker():
-                self._ready(event.worker, "recovering", now)
+                self._recovered(event.worker, now)
             case LifeSign():
                 self._update(event.worker, suspected_at=None, suspicion="")
             case Suspect():
@@ -213,17 +209,14 @@ class Membership:
     def _join(self, event: Arrival, now: float) -> None:
         if event.worker in self._gone or event.worker in self._members:
             return
-        self._requested = max(0, self._requested - 1)
-        self._members[event.worker] = Member(
-            worker=event.worker, node=event.node, phase="starting", since=now, gpu=event.gpu
-        )
+        self._requested, self._unanswered = max(0, self._requested - 1), 0
+        self._members[event.worker] = Member(worker=event.worker, info=event.info, phase="ready", since=now)
+        self._others = True
 
-    def _ready(self, worker: int, after: MemberPhase, now: float, **said: object) -> None:
-        """A worker in the phase `after` can join a generation from now on; `said` are fields of `Member` that it has
-        reported."""
+    def _recovered(self, worker: int, now: float) -> None:
         member = self._members.get(worker)
-        if member is not None and member.phase == after:
-            self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
+        if member is not None and member.phase == "recovering":
+            self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="")
             self._others |= not member.left_out
 
     def _broken(self, event: Break, now: float) -> None:
@@ -268,7 +261,7 @@ class Membership:
             return
         self._others = True
         self._gone.add(worker)
-        if member.info is not None and member.info.gpu and not member.proven:
+        if member.info.gpu and not member.proven:
             self._ended_early(_where(member), reason, now)
         reason = f"worker {worker} {reason}"
         if member.phase == "active" or (member.phase == "recovering" and not replaced):
@@ -349,25 +342,20 @@ class Membership:
         suspected = member.suspected_at
         if suspected is not None and (member.phase == "recovering" or now - suspected >= limits.confirm_s):
             return member.suspicion
-        if member.phase not in ("recovering", "starting"):
+        if member.phase != "recovering":
             return ""
-        waited = now - member.since
         recover_s = max(limits.recover_s, self._step_limit_s + NOTICE_S if self._step_limit_s else 0.0)
         recover_s = recover_s if self._proven else max(recover_s, limits.first_step_s)
-        if member.phase == "recovering" and waited >= recover_s:
-            return f"did not leave its broken groups within {recover_s:g} s"
-        if member.phase == "starting" and waited >= limits.start_s:
-            return f"was not ready within {limits.start_s:g} s"
-        return ""
+        return f"did not leave its broken groups within {recover_s:g} s" if now - member.since >= recover_s else ""
 
     def _shrink(self) -> None:
         """Above `max`, the least useful workers go: first those that the others do not reach, then those that are
-        starting, ready, recovering, and active, of each the newest first."""
+        ready, recovering, and active, of each the newest first."""
         if len(self._members) <= self._limits.max:
             return
         staying = self._staying()
         within = {member.worker for member in self._within_reach()}
-        order = {"starting": 0, "ready": 1, "recovering": 2, "active": 3}
+        order = {"ready": 0, "recovering": 1, "active": 2}
         staying.sort(key=lambda member: (member.worker in within, order[member.phase], -member.worker))
         for member in staying[: max(0, len(staying) - self._limits.max)]:
             why = "" if member.worker in within else ", and the others do not reach it"
@@ -438,7 +426,7 @@ class Membership:
         lies on a node once is shared by its workers, so each of them holds more of it the fewer they are."""
         chosen, first = list(members), ""
         while len(chosen) >= self._limits.min:
-            why = self._shortage(_infos_of(sorted(chosen, key=_by_node)))
+            why = self._shortage(tuple(m.info for m in sorted(chosen, key=_by_node)))
             if not why:
                 return chosen, first
             first = first or why
@@ -488,8 +476,7 @@ class Membership:
             return
         if self._enough_since is None:
             self._enough_since = now
-        more_to_come = self._with("starting") or self._requested
-        if not self._formed and more_to_come and now - self._enough_since < self._limits.gather_s:
+        if not self._formed and self._requested and now - self._enough_since < self._limits.gather_s:
             return
         self._form(chosen, self._why, clean=self._clean, now=now)
         self._leave_out(why)
@@ -504,7 +491,7 @@ class Membership:
         self._formed, self._clean, self._proven, self._anew = True, True, False, False
         self._waited_since, self._waiting_since = self._waiting_since, None
         self._announced = self._enough_since = None
-        infos = _infos_of(members)
+        infos = tuple(m.info for m in members)
         self._out.append(
             Form(
                 generation=self._generation,
@@ -554,18 +541,12 @@ class Membership:
 
 
 def _where(member: Member) -> HostGpu:
-    return HostGpu() if member.info is None else HostGpu(node=member.node, host=member.info.host, gpu=member.info.gpu)
+    return HostGpu(node=member.node, host=member.info.host, gpu=member.info.gpu)
 
 
 def _by_node(member: Member) -> tuple[str, int, int]:
-    return member.node, member.gpu, member.worker
-
-
-def _infos_of(members: Sequence[Member]) -> tuple[WorkerInfo, ...]:
-    """What the members reported of themselves."""
-    infos = tuple(m.info for m in members if m.info is not None)
-    assert len(infos) == len(members), "only workers that have loaded are formed"
-    return infos
+    """Workers of a node are ranked by the indices of their GPUs there, else in the order in which they came."""
+    return member.node, member.info.place.index or 0, member.worker
 
 
 def _named(workers: Sequence[int]) -> str:

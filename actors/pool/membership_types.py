@@ -8,7 +8,7 @@ from typing import Literal
 from actors.config import WorkersConfig
 from actors.messages import FailedStart, HostGpu, NodesApart, WorkerInfo
 
-MemberPhase = Literal["starting", "ready", "active", "recovering"]
+MemberPhase = Literal["ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
 NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
 
@@ -20,7 +20,7 @@ class Limits:
     min: int
     max: int
     wait_s: float = 300.0  # below min for longer: stop, resumable
-    gather_s: float = 15.0  # before the first generation, wait this long for workers that are still starting
+    gather_s: float = 15.0  # before the first generation, wait this long for further workers that were requested
     # A survivor must leave its broken groups and answer within this. Calls whose arguments lie on a lost node may
     # hold it up until Ray has noticed the loss, in some 30 s; to replace it sooner loses the state that it holds.
     recover_s: float = 60.0
@@ -28,7 +28,6 @@ class Limits:
     # minutes; a worker that replaces this one would start that again.
     first_step_s: float = 900.0
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
-    start_s: float = 600.0
     request_s: float = 60.0  # a request that brought no worker is made again after this
     # Nodes that do not reach each other are not tried together for so long, each time twice as long: a try takes the
     # run workers.suspect_s, and the first time they may just have been late.
@@ -64,17 +63,8 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A requested worker is there. It is starting until LoadedWorker, which the lookout reports in the same look:
-    processes that load their modules are no members yet (`Loading`). Numbers are never used twice."""
-
-    worker: int
-    node: str
-    gpu: int = 0  # index of its GPU there: workers of a node are ranked by it, else in the order in which they came
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedWorker:
-    """A starting worker has loaded its modules: it can join a generation."""
+    """A requested worker has loaded its modules: it can join a generation. Processes that still load theirs are no
+    members yet (`Loading`). Numbers are never used twice."""
 
     worker: int
     info: WorkerInfo
@@ -146,8 +136,6 @@ class Shortfall:
 class Boundary:
     """A step has ended on all workers and the next has not begun: the generation may change."""
 
-    step: int
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Break:
@@ -206,7 +194,6 @@ class Tick:
 
 Event = (
     Arrival
-    | LoadedWorker
     | RecoveredWorker
     | LifeSign
     | LeaveNotice
@@ -327,16 +314,19 @@ class Member:
     """A live worker as the state machine sees it."""
 
     worker: int
-    node: str
+    info: WorkerInfo
     phase: MemberPhase
     since: float  # when the phase began
-    info: WorkerInfo | None = None  # None while it is starting
-    gpu: int = 0  # index on its node
     leaving: str = ""  # why it leaves
     suspected_at: float | None = None
     suspicion: str = ""
     left_out: bool = False  # of the running generation, until others come or go
     proven: bool = False  # has finished a step
+
+    @property
+    def node(self) -> str:
+        """Id of its node."""
+        return self.info.node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -352,4 +352,4 @@ class Controller:
         if waits or not self.generations.view.change_pending:
             self.committer.settle(runner.world, quiet=True, timeout_s=self.look_pace.least_s)
         else:
-            self.generations.observe(Boundary(step=runner.next_step - 1))
+            self.generations.observe(Boundary())

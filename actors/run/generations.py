@@ -170,7 +170,7 @@ class GenerationManager:
         if self._proven < done.running.generation:
             self._proven = done.running.generation
             for member in self.view.members:
-                if member.phase == "active" and member.info is not None:
+                if member.phase == "active":
                     self.lookout.frozen.update(member.info.frozen)
             self.observe(FirstStep())
 

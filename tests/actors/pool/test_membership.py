@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from actors.config import WorkersConfig
 from actors.messages import FailedStart, HostGpu, NodeDoor, NodesApart, WorkerInfo
+from actors.plan.types import GpuPlace
 from actors.pool.membership import Membership, ShortageOf, _named
 from actors.pool.membership_types import (
     Arrival,
@@ -30,7 +31,6 @@ from actors.pool.membership_types import (
     LeaveNotice,
     LifeSign,
     Limits,
-    LoadedWorker,
     Loading,
     Member,
     NodeRest,
@@ -48,9 +48,7 @@ from actors.pool.membership_types import (
     Wait,
 )
 
-LIMITS = Limits(
-    min=2, max=4, wait_s=100, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60, request_s=30
-)
+LIMITS = Limits(min=2, max=4, wait_s=100, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, request_s=30)
 
 
 class Pool:
@@ -77,18 +75,25 @@ class Pool:
 
     def run(self, *workers: int) -> Pool:
         """Bring up these workers, node = number // 2, and form the first generation."""
-        self.see(*(Arrival(worker=worker, node=f"n{worker // 2}") for worker in workers))
-        self.see(*(loaded(worker) for worker in workers))
+        self.see_at_once(*joined(*workers))
         assert self.view.workers == workers
         return self
 
 
-def info_of(worker: int) -> WorkerInfo:
-    return WorkerInfo(worker=f"w{worker}", node="n", host="h", pid=worker, device="cpu")
+def info_of(worker: int, node: str = "", index: int | None = None) -> WorkerInfo:
+    place = GpuPlace(index=index)
+    return WorkerInfo(
+        worker=f"w{worker}", node=node or f"n{worker // 2}", host="h", pid=worker, device="cpu", place=place
+    )
 
 
-def loaded(worker: int) -> LoadedWorker:
-    return LoadedWorker(worker=worker, info=info_of(worker))
+def came(worker: int, node: str = "", index: int | None = None) -> Arrival:
+    """On node number // 2, unless another one is named."""
+    return Arrival(worker=worker, info=info_of(worker, node, index))
+
+
+def joined(*workers: int) -> list[Event]:
+    return [came(worker) for worker in workers]
 
 
 def form(generation: int, workers: tuple[int, ...], reason: str, clean: bool) -> Form:
@@ -111,7 +116,7 @@ def test_start_requests_min_without_resources_and_up_to_max_with_them() -> None:
     assert of(Request, pool.see(Resources(available=1))) == [Request(count=1)]
     assert of(Request, pool.see(Resources(available=9))) == [Request(count=1)]
     assert of(Request, pool.see(Resources(available=9))) == []
-    found = pool.see(Arrival(worker=0, node="n0"), Resources(available=9))
+    found = pool.see(came(0), Resources(available=9))
     assert of(Request, found) == [], "the other three are on their way"
 
 
@@ -170,10 +175,7 @@ def test_a_gpu_that_ends_its_workers_in_their_first_step_rests(steps: bool, gpu:
     pool.see(FirstStep())
     found = list[Decision]()
     for worker in (3, 4):
-        info = replace(info_of(worker), gpu=gpu, host="h")
-        pool.see(
-            Arrival(worker=worker, node="n1", gpu=1), LoadedWorker(worker=worker, info=info), Boundary(step=worker)
-        )
+        pool.see(Arrival(worker=worker, info=replace(info_of(worker, "n1", 1), gpu=gpu)), Boundary())
         assert pool.view.workers == (0, 1, 2, worker)
         if steps:
             pool.see(FirstStep())
@@ -185,9 +187,7 @@ def test_a_gpu_that_ends_its_workers_in_their_first_step_rests(steps: bool, gpu:
 
 
 def on_gpu(pool: Pool, worker: int, gpu: str) -> None:
-    pool.see(Arrival(worker=worker, node="n1", gpu=1))
-    pool.see(LoadedWorker(worker=worker, info=replace(info_of(worker), gpu=gpu, host="h")))
-    pool.see(Boundary(step=worker), FirstStep())
+    pool.see(Arrival(worker=worker, info=replace(info_of(worker, "n1", 1), gpu=gpu)), Boundary(), FirstStep())
 
 
 def test_a_worker_that_computes_wrongly_leaves_and_its_node_rests() -> None:
@@ -196,7 +196,7 @@ def test_a_worker_that_computes_wrongly_leaves_and_its_node_rests() -> None:
     (rest,) = pool.see(Distrust(worker=3, reason="NaN"))
     assert rest == NodeRest(where=BROKEN, seconds=21600.0, why="GPU 1 of h seems to compute wrongly")
     assert pool.see(Distrust(worker=3, reason="NaN")) == [], "it is leaving"
-    drains = of(Drain, pool.see(Boundary(step=9)))
+    drains = of(Drain, pool.see(Boundary()))
     assert [(d.worker, d.reason) for d in drains] == [(3, "GPU 1 of h seems to compute wrongly: NaN")]
     pool.see(FirstStep(), after=100)
     assert pool.view.workers == (0, 1, 2) and pool.view.shunned == ("n1",)
@@ -205,60 +205,58 @@ def test_a_worker_that_computes_wrongly_leaves_and_its_node_rests() -> None:
 @pytest.mark.parametrize(("gpu", "workers"), [("", (0, 1, 2)), ("1", (0,))])
 def test_a_worker_that_the_run_needs_or_that_has_no_gpu_stays(gpu: str, workers: tuple[int, ...]) -> None:
     pool = Pool(replace(LIMITS, min=len(workers) if not gpu else 2))
-    pool.see(*(Arrival(worker=w, node="n0") for w in workers), *(loaded(w) for w in workers), Tick())
+    pool.see_at_once(*(came(w, "n0") for w in workers))
     on_gpu(pool, 3, gpu)
     assert pool.see(Distrust(worker=3, reason="NaN")) == [] and 3 in pool.view.workers
 
 
 def test_first_generation_gathers_workers_that_are_still_starting() -> None:
     pool = Pool()
-    pool.see(Resources(available=4), *(Arrival(worker=w, node="n") for w in range(4)))
-    assert of(Form, pool.see(loaded(0), loaded(1), loaded(2))) == []
-    assert [f.workers for f in of(Form, pool.see(loaded(3)))] == [(0, 1, 2, 3)]
+    pool.see(Resources(available=4))
+    assert of(Form, pool.see(came(0), came(1), came(2))) == []
+    assert [f.workers for f in of(Form, pool.see(came(3)))] == [(0, 1, 2, 3)]
 
 
 def test_first_generation_does_not_wait_for_a_slow_starter_for_ever() -> None:
     pool = Pool()
-    pool.see(Resources(available=3), *(Arrival(worker=w, node="n") for w in range(3)))
-    assert of(Form, pool.see(loaded(0), loaded(2))) == []
+    pool.see(Resources(available=3))
+    assert of(Form, pool.see(came(0), came(2))) == []
     assert [f.workers for f in of(Form, pool.see(Tick(), after=5))] == [(0, 2)]
 
 
 def test_workers_are_numbered_node_by_node() -> None:
     pool = Pool()
-    pool.see(*(Arrival(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
-    pool.see(*(loaded(worker) for worker in range(4)))
+    pool.see_at_once(came(0, "b"), came(1, "a"), came(2, "b"), came(3, "a"))
     assert pool.view.workers == (1, 3, 0, 2)
 
 
 def test_workers_of_a_node_are_ranked_by_their_gpus_also_after_a_loss_and_a_rejoin() -> None:
     pool = Pool(replace(LIMITS, max=8))
     gpus = {0: 2, 1: 0, 2: 3, 3: 1}  # worker -> GPU
-    pool.see(*(Arrival(worker=worker, node="n", gpu=gpu) for worker, gpu in gpus.items()))
-    pool.see(*(loaded(worker) for worker in gpus))
+    pool.see_at_once(*(came(worker, "n", gpu) for worker, gpu in gpus.items()))
     assert pool.view.workers == (1, 3, 0, 2)
     pool.see(Death(worker=1), *(RecoveredWorker(worker=worker) for worker in (0, 2, 3)))
-    pool.see(Arrival(worker=9, node="n", gpu=0), loaded(9), Boundary(step=3))
+    pool.see(came(9, "n", 0), Boundary())
     assert pool.view.workers == (9, 3, 0, 2), "the newest worker has the first GPU"
 
 
 def test_newcomer_joins_at_the_step_boundary_only() -> None:
     pool = Pool().run(0, 1)
-    assert of(Form, pool.see(Arrival(worker=2, node="n1"), loaded(2), Tick())) == []
-    forms = of(Form, pool.see(Boundary(step=7)))
+    assert of(Form, pool.see(came(2, "n1"), Tick())) == []
+    forms = of(Form, pool.see(Boundary()))
     assert forms == [form(2, (0, 1, 2), "w2 joins", clean=True)]
 
 
 def test_boundary_without_change_keeps_the_generation() -> None:
     pool = Pool().run(0, 1)
-    assert pool.see(Boundary(step=1)) == []
+    assert pool.see(Boundary()) == []
     assert pool.view.generation == 1 and not pool.view.changed
 
 
 def test_leaving_worker_is_drained_after_the_generation_without_it_is_formed() -> None:
     pool = Pool().run(0, 1, 2)
     assert of(Drain, pool.see(LeaveNotice(worker=1, reason="preempted"))) == []
-    decisions = pool.see(Boundary(step=3))
+    decisions = pool.see(Boundary())
     assert [type(d) for d in decisions] == [Form, Drain]
     assert decisions[0].workers == (0, 2) and decisions[1] == Drain(worker=1, reason="preempted")
 
@@ -266,10 +264,10 @@ def test_leaving_worker_is_drained_after_the_generation_without_it_is_formed() -
 def test_leaving_below_min_ends_the_generation_cleanly_and_waits() -> None:
     pool = Pool().run(0, 1)
     pool.see(LeaveNotice(worker=0))
-    decisions = pool.see(Boundary(step=3))
+    decisions = pool.see(Boundary())
     assert of(End, decisions)[0].clean and of(Drain, decisions)[0].worker == 0
     assert of(Wait, decisions)[0].have == 1 and pool.view.state == "waiting"
-    forms = of(Form, pool.see(Arrival(worker=5, node="n"), loaded(5)))
+    forms = of(Form, pool.see(came(5, "n")))
     assert forms[0].workers == (5, 1) and forms[0].clean
 
 
@@ -285,7 +283,7 @@ def test_death_ends_the_generation_at_once_and_survivors_form_when_all_answered(
 
 def test_spare_worker_replaces_a_dead_one_at_once() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Arrival(worker=2, node="n1"), loaded(2), Death(worker=0))
+    pool.see(came(2, "n1"), Death(worker=0))
     assert of(Form, pool.see(RecoveredWorker(worker=1)))[0].workers == (1, 2)
 
 
@@ -337,15 +335,13 @@ def test_too_few_for_too_long_ends_resumable_and_stays_ended() -> None:
     pool.see(Death(worker=0), RecoveredWorker(worker=1))
     assert of(Failure, pool.see(Tick(), after=99)) == []
     assert of(Failure, pool.see(Tick(), after=1))[0].code == 75
-    assert pool.see(Arrival(worker=9, node="n"), loaded(9), Tick()) == []
+    assert pool.see(came(9, "n"), Tick()) == []
 
 
 def test_wait_is_said_once_per_change() -> None:
     pool = Pool()
     assert len(of(Wait, pool.see(Tick(), Tick(), Tick()))) == 1
-    assert str(of(Wait, pool.see(Arrival(worker=0, node="n"), loaded(0)))[0]) == (
-        "waiting for workers: 1 of at least 2 are ready"
-    )
+    assert str(of(Wait, pool.see(came(0, "n")))[0]) == ("waiting for workers: 1 of at least 2 are ready")
 
 
 def test_broken_without_a_death_recovers_with_the_same_workers_and_not_for_ever() -> None:
@@ -382,7 +378,7 @@ def test_a_finished_step_forgives_earlier_breaks() -> None:
 def test_a_boundary_without_a_finished_step_forgives_nothing() -> None:
     pool, broken = Pool().run(0, 1), []
     for worker in range(2, 12):  # at every try somebody joins
-        pool.see(Arrival(worker=worker, node="n"), loaded(worker), Boundary(step=0))
+        pool.see(came(worker, "n"), Boundary())
         broken += of(Failure, pool.see(Break(generation=pool.view.generation, reason="x")))
         pool.see(LeaveNotice(worker=worker), *(RecoveredWorker(worker=m.worker) for m in pool.view.members))
     assert [fail.code for fail in broken] == [1]
@@ -397,8 +393,7 @@ def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> N
         )
         if fails := of(Failure, decisions):
             break
-        pool.see(*(RecoveredWorker(worker=m.worker) for m in pool.view.members), Arrival(worker=worker, node="n"))
-        pool.see(loaded(worker))
+        pool.see(*(RecoveredWorker(worker=m.worker) for m in pool.view.members), came(worker, "n"))
         assert pool.view.state == "running"
     assert worker == 7, "after six losses"
     assert fails[0].code == 1
@@ -416,7 +411,7 @@ def test_a_worker_that_this_run_ended_explains_no_break() -> None:
             break
         pool.see(RecoveredWorker(worker=0))
         assert of(Replacement, pool.see(Tick(), after=10)) != []
-        pool.see(Arrival(worker=worker, node="n"), loaded(worker))
+        pool.see(came(worker, "n"))
     assert len(fails) == 1 and fails[0].code == 1 and "w1 is late" in fails[0].reason and worker == 5
 
 
@@ -477,7 +472,7 @@ def test_once_storage_is_back_workers_may_load_for_as_long_as_they_need() -> Non
     pool.see(Tick())
     load_in_vain(pool)
     assert of(Failure, pool.see(Loading(count=2), Tick(), after=1800)) == []
-    pool.see(Arrival(worker=0, node="n0"), loaded(0))
+    pool.see(came(0, "n0"))
     assert of(Failure, pool.see(Loading(count=1), UNANSWERED, after=50)) == [], "its patience is whole again"
 
 
@@ -491,7 +486,7 @@ def test_single_workers_that_storage_fails_end_no_run_while_enough_load() -> Non
 
 @pytest.mark.parametrize(
     "ends",
-    [(Death(worker=1), RecoveredWorker(worker=0)), (LeaveNotice(worker=1, reason="preempted"), Boundary(step=5))],
+    [(Death(worker=1), RecoveredWorker(worker=0)), (LeaveNotice(worker=1, reason="preempted"), Boundary())],
     ids=["a worker is lost", "a worker leaves"],
 )
 def test_what_storage_did_before_a_wait_is_none_of_it(ends: tuple[Event, ...]) -> None:
@@ -514,23 +509,20 @@ def test_late_report_about_an_old_generation_is_ignored() -> None:
 def test_resize_shrinks_at_the_boundary_from_the_newest() -> None:
     pool = Pool().run(0, 1, 2, 3)
     pool.see(Resize(min=1, max=2))
-    decisions = pool.see(Boundary(step=1))
+    decisions = pool.see(Boundary())
     assert of(Form, decisions)[0].workers == (0, 1)
     assert {d.worker for d in of(Drain, decisions)} == {2, 3}
 
 
 def test_a_gone_worker_never_returns_under_its_number() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(
-        Death(worker=2), Arrival(worker=2, node="n"), loaded(2), RecoveredWorker(worker=0), RecoveredWorker(worker=1)
-    )
+    pool.see(Death(worker=2), came(2, "n"), RecoveredWorker(worker=0), RecoveredWorker(worker=1))
     assert pool.view.workers == (0, 1)
 
 
 def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
     membership = Membership(Limits.of(WorkersConfig(min=1, max=1)), generation=41)
-    membership.observe([Arrival(worker=7, node="n")], 0.0)
-    _, decisions = membership.observe([loaded(7)], 0.0)
+    _, decisions = membership.observe([came(7)], 0.0)
     assert decisions == (form(42, (7,), "start", clean=True),)
 
 
@@ -556,7 +548,7 @@ def looked_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(Membership, "_overdue", counted)
     pool = Pool(replace(LIMITS, min=2, max=count), asked)
     pool.see_at_once(Resources(available=count))
-    pool.see_at_once(*(one for n in range(count) for one in (Arrival(worker=n, node=f"n{n // 8}"), loaded(n))))
+    pool.see_at_once(*(came(n, f"n{n // 8}") for n in range(count)))
     assert pool.view.generation == 1 and len(pool.view.workers) == count
     pool.see_at_once(Death(worker=0))
     pool.see_at_once(*(RecoveredWorker(worker=n) for n in range(1, count)))
@@ -593,30 +585,23 @@ def no_loner(infos: Sequence[WorkerInfo]) -> str:
     return f"{alone[0]} is alone" if alone else ""
 
 
-def joined(*workers: int) -> list[Event]:
-    return [
-        *(Arrival(worker=worker, node=f"n{worker // 2}") for worker in workers),
-        *(loaded(worker) for worker in workers),
-    ]
-
-
 def test_a_worker_with_whom_memory_would_be_short_waits_until_another_comes() -> None:
     pool = Pool(shortage=no_loner).run(0, 1)
     pool.see(*joined(2))
     assert pool.view.change_pending
-    assert pool.see(Boundary(step=1)) == [Exclusion(workers=(2,), why="2 is alone")]
+    assert pool.see(Boundary()) == [Exclusion(workers=(2,), why="2 is alone")]
     assert pool.view.workers == (0, 1) and not pool.view.change_pending, "steps go on"
-    assert pool.see(Boundary(step=2), Tick()) == [], "nothing is said twice"
+    assert pool.see(Boundary(), Tick()) == [], "nothing is said twice"
     pool.see(*joined(3))
     assert pool.view.change_pending
-    (form,) = of(Form, pool.see(Boundary(step=3)))
+    (form,) = of(Form, pool.see(Boundary()))
     assert form.workers == (0, 1, 2, 3) and not pool.view.change_pending
 
 
 def test_who_is_left_alone_on_a_node_leaves_the_generation_and_may_come_back() -> None:
     pool = Pool(shortage=no_loner).run(0, 1, 2, 3)
     pool.see(LeaveNotice(worker=3))
-    found = pool.see(Boundary(step=1))
+    found = pool.see(Boundary())
     assert [form.workers for form in of(Form, found)] == [(0, 1)]
     assert of(Exclusion, found) == [Exclusion(workers=(2,), why="2 is alone")]
     assert [drain.worker for drain in of(Drain, found)] == [3]
@@ -651,10 +636,10 @@ def test_nodes_that_do_not_reach_each_other_are_not_formed_together_until_a_whil
     (left_out,) = of(Exclusion, found)
     assert left_out.workers == (2,) and "n0 does not reach n1" in left_out.why
     pool.see(FirstStep())
-    assert pool.see(Boundary(step=5), Tick(), after=LIMITS.apart_s / 2) == [], "steps go on"
+    assert pool.see(Boundary(), Tick(), after=LIMITS.apart_s / 2) == [], "steps go on"
     pool.see(Tick(), after=LIMITS.apart_s)
     assert pool.view.change_pending, "the network may be mended"
-    (form,) = of(Form, pool.see(Boundary(step=9)))
+    (form,) = of(Form, pool.see(Boundary()))
     assert form.workers == (0, 1, 2)
 
 
@@ -668,9 +653,9 @@ def test_a_survivor_beyond_reach_is_not_waited_for() -> None:
     found = pool.see(*recovered(1))
     assert [form.workers for form in of(Form, found)] == [(0, 1)]
     assert [one.workers for one in of(Exclusion, found)] == [(2,)]
-    assert of(Exclusion, pool.see(FirstStep(), *recovered(2), Boundary(step=4))) == [], "said already"
+    assert of(Exclusion, pool.see(FirstStep(), *recovered(2), Boundary())) == [], "said already"
     pool.see(Tick(), after=LIMITS.apart_s)
-    (form,) = of(Form, pool.see(Boundary(step=9)))
+    (form,) = of(Form, pool.see(Boundary()))
     assert form.workers == (0, 1, 2)
     pool.see(apart(3, "n0", "n1"), *recovered(0, 1))
     assert pool.view.workers == (0, 1)
@@ -687,7 +672,7 @@ def test_nodes_apart_end_no_run_however_often_they_are_tried() -> None:
         pool.see(*recovered(0, 1, 2))
         assert pool.view.workers == (0, 1)
         pool.see(Tick(), after=LIMITS.apart_longest_s)
-        pool.see(Boundary(step=3))
+        pool.see(Boundary())
         assert pool.view.workers == (0, 1, 2)
 
 
@@ -710,7 +695,7 @@ def test_nodes_that_were_late_are_back_in_a_minute_and_those_that_stay_apart_are
         assert pool.view.workers == (0,)
         began = pool.now
         while pool.view.workers == (0,):
-            pool.see(Tick(), Boundary(step=1), after=1.0)
+            pool.see(Tick(), Boundary(), after=1.0)
         return pool.now - began
 
     tries = [seconds_apart() for _ in range(6)]
@@ -743,7 +728,7 @@ def test_as_many_workers_as_reach_each_other_are_formed(
 def test_the_controller_s_node_stays_however_many_workers_it_does_not_reach(home: str, stay: tuple[int, ...]) -> None:
     pool = Pool(replace(LIMITS, min=1, max=7), home=home)
     nodes = {0: "n0", 1: "n0", 2: "n1", 3: "n1", 4: "n1", 5: "n1", 6: "n2"}
-    pool.see(*(Arrival(worker=worker, node=node) for worker, node in nodes.items()), *map(loaded, nodes))
+    pool.see_at_once(*(came(worker, node) for worker, node in nodes.items()))
     pairs = (("n0", "n1"), ("n0", "n2"), ("n1", "n2"))
     found = tuple(apart(1, one, other).apart[0] for one, other in pairs)
     pool.see(Break(generation=1, reason="apart", apart=found), *recovered(*nodes))
@@ -783,26 +768,26 @@ def test_others_take_the_place_of_workers_out_of_reach_which_are_then_let_go() -
     found = pool.see(*joined(4))
     assert [(drain.worker, "do not reach it" in drain.reason) for drain in of(Drain, found)] == [(3, True)]
     assert pool.view.change_pending
-    found = pool.see(*joined(5), Boundary(step=4))
+    found = pool.see(*joined(5), Boundary())
     assert [drain.worker for drain in of(Drain, found)] == [2]
     assert pool.view.workers == (0, 1, 4, 5)
     assert of(Request, pool.see(Resources(available=9))) == []
-    pool.see(FirstStep(), Tick(), Boundary(step=5), after=LIMITS.apart_s)
+    pool.see(FirstStep(), Tick(), Boundary(), after=LIMITS.apart_s)
     assert pool.view.shunned == () and pool.view.workers == (0, 1, 4, 5), "nobody is left to be tried"
     pool.see(Death(worker=5), *recovered(0, 1, 4))
-    (form,) = of(Form, pool.see(Tick(), *joined(2 + 1000), Boundary(step=6)))
+    (form,) = of(Form, pool.see(Tick(), *joined(2 + 1000), Boundary()))
     assert form.apart == ("n1",), "what is decoded there can still not be fetched, as far as anybody knows"
     pool.see(LeaveNotice(worker=1002))
-    (form,) = of(Form, pool.see(Arrival(worker=1003, node="n1"), loaded(1003), Boundary(step=7)))
+    (form,) = of(Form, pool.see(came(1003, "n1"), Boundary()))
     assert form.apart == () and 1003 in form.workers, "a worker there finds out"
 
 
 def test_workers_within_reach_again_keep_their_place_and_others_that_come_late_are_let_go() -> None:
     pool = two_of_four_out_of_reach()
     assert of(Request, pool.see(Resources(available=2))) == [Request(count=2)]
-    pool.see(Tick(), Boundary(step=4), after=LIMITS.apart_s)
+    pool.see(Tick(), Boundary(), after=LIMITS.apart_s)
     assert pool.view.workers == (0, 1, 2, 3) and pool.view.shunned == ()
-    found = pool.see(FirstStep(), *joined(4, 5), Boundary(step=5))
+    found = pool.see(FirstStep(), *joined(4, 5), Boundary())
     assert sorted(drain.worker for drain in of(Drain, found)) == [4, 5]
     assert pool.view.workers == (0, 1, 2, 3) and of(Request, pool.see(Resources(available=9))) == []
 
@@ -814,22 +799,22 @@ def test_a_run_without_cpus_that_decode_tries_the_nodes_out_of_reach_sooner() ->
     pool.see(Starvation(starves=False), Tick(), after=2)
     assert not pool.view.change_pending, "its clips come"
     pool.see(Starvation(starves=True))
-    (form,) = of(Form, pool.see(Boundary(step=4)))
+    (form,) = of(Form, pool.see(Boundary()))
     assert form.workers == (0, 1, 2, 3) and form.apart == ()
 
 
 def test_a_run_without_cpus_that_decode_goes_back_to_nodes_that_no_worker_is_left_to_try() -> None:
     pool = two_of_four_out_of_reach()
     pool.see(Resources(available=9))
-    pool.see(*joined(4, 5), Boundary(step=4))
+    pool.see(*joined(4, 5), Boundary())
     assert pool.view.workers == (0, 1, 4, 5) and not pool.view.change_pending
     pool.see(FirstStep(), Tick(), after=LIMITS.apart_longest_s)
     assert not pool.view.change_pending, "others decode"
     pool.see(Starvation(starves=True))
     assert pool.view.change_pending
-    (form,) = of(Form, pool.see(Boundary(step=5)))
+    (form,) = of(Form, pool.see(Boundary()))
     assert form.workers == (0, 1, 4, 5) and form.apart == () and "decode again" in form.reason and form.clean
-    assert not pool.view.change_pending and of(Form, pool.see(Tick(), Boundary(step=6))) == []
+    assert not pool.view.change_pending and of(Form, pool.see(Tick(), Boundary())) == []
 
 
 def test_workers_out_of_reach_do_not_count_for_the_least_either() -> None:
@@ -851,8 +836,7 @@ def test_before_anything_has_run_the_planner_says_what_is_missing() -> None:
 
 WORKERS = st.integers(0, 11)
 EVENTS = st.one_of(
-    st.builds(Arrival, worker=WORKERS, node=st.sampled_from("abc")),
-    st.builds(loaded, WORKERS),
+    st.builds(came, WORKERS, st.sampled_from("abc")),
     st.builds(RecoveredWorker, worker=WORKERS),
     st.builds(LifeSign, worker=WORKERS),
     st.builds(Distrust, worker=WORKERS, reason=st.just("NaN")),
@@ -864,7 +848,7 @@ EVENTS = st.one_of(
     st.builds(Resources, available=st.integers(0, 5)),
     st.builds(Shortfall, count=st.integers(0, 2)),
     st.builds(failed, st.integers(0, 9), st.builds(HostGpu, node=st.sampled_from(["", "a", "b"]), gpu=st.just("1"))),
-    st.builds(Boundary, step=st.just(0)),
+    st.builds(Boundary),
     st.builds(FirstStep),
     st.builds(Break, generation=st.integers(0, 6), reason=st.just("x")),
     st.builds(lambda number, nodes: apart(number, *nodes), st.integers(0, 6), st.permutations("abc")),
@@ -883,13 +867,16 @@ class Model:
         self.alive: set[int] = set()
         self.gone: set[int] = set()
         self.idle: set[int] = set()  # said that they can join since they last joined or since their generation broke
+        self.infos: dict[int, WorkerInfo] = {}  # what each said of itself when it came
         self.last_generation = 0
 
     def before(self, event: Event) -> None:
         match event:
-            case Arrival() if event.worker not in self.gone:
+            case Arrival() if event.worker not in self.gone | self.alive:
                 self.alive.add(event.worker)
-            case LoadedWorker() | RecoveredWorker() if event.worker in self.alive:
+                self.idle.add(event.worker)
+                self.infos[event.worker] = event.info
+            case RecoveredWorker() if event.worker in self.alive:
                 self.idle.add(event.worker)
             case Death():
                 self.lose(event.worker)
@@ -914,7 +901,7 @@ class Model:
                 assert len(set(decision.workers)) == len(decision.workers)
                 assert set(decision.workers) <= self.alive
                 assert set(decision.workers) <= self.idle
-                assert decision.infos == tuple(info_of(worker) for worker in decision.workers), "what each has told"
+                assert decision.infos == tuple(self.infos[worker] for worker in decision.workers)
 
 
 @settings(max_examples=400, deadline=None)
@@ -928,7 +915,6 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
         recover_s=10,
         first_step_s=10,
         confirm_s=3,
-        start_s=60,
         max_breaks=10**6,
         max_losses=10**6,
     )
@@ -944,7 +930,7 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
         assert len([m for m in pool.view.members if not m.leaving]) <= limits.max
         if pool.view.state != "running":  # progress: nobody left to wait for means a generation, unless too few
             ready = [m for m in pool.view.members if m.phase == "ready"]
-            waits = any(m.phase in ("recovering", "starting") for m in pool.view.members) or pool.view.requested
+            waits = any(m.phase == "recovering" for m in pool.view.members) or pool.view.requested
             assert waits or len(ready) < limits.min
 
 
@@ -952,7 +938,7 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
 @given(st.lists(st.tuples(st.lists(SEEN, min_size=1, max_size=8), st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=40))
 def test_storm_of_looks_keeps_every_promise(storm: list[tuple[list[Event], float]]) -> None:
     """Events of one look are decided on together."""
-    limits = Limits(min=2, max=4, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
+    limits = Limits(min=2, max=4, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3,
                     max_breaks=10**6, max_losses=10**6)  # fmt: skip
     pool, model = Pool(limits), Model()
     for look, after in storm:
@@ -966,31 +952,28 @@ def test_storm_of_looks_keeps_every_promise(storm: list[tuple[list[Event], float
         assert len([m for m in members if not m.leaving]) <= limits.max
         if pool.view.state != "running":
             ready = [m for m in members if m.phase == "ready"]
-            waits = any(m.phase in ("recovering", "starting") for m in members) or pool.view.requested
+            waits = any(m.phase == "recovering" for m in members) or pool.view.requested
             assert waits or len(ready) < limits.min
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=80))
 def test_in_any_storm_no_generation_but_the_first_has_too_little_memory(storm: list[tuple[Event, float]]) -> None:
-    limits = Limits(min=2, max=5, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
+    limits = Limits(min=2, max=5, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3,
                     max_breaks=10**6, max_losses=10**6)  # fmt: skip
-    at: dict[int, str] = {}
 
-    def short(workers: tuple[int, ...]) -> str:
-        counts = Counter(at[worker] for worker in workers)
+    def short(infos: Sequence[WorkerInfo]) -> str:
+        counts = Counter(info.node for info in infos)
         return "one is alone" if len(counts) > 1 and min(counts.values()) == 1 else ""
 
     pool, formed = Pool(limits, short), 0
     for event, after in storm:
-        if isinstance(event, Arrival) and event.worker not in at:
-            at[event.worker] = event.node
         for form in of(Form, pool.see(event, after=after)):
-            assert not formed or not short(form.workers)
+            assert not formed or not short(form.infos)
             formed += 1
         members = pool.view.members
-        ready = tuple(m.worker for m in members if m.phase == "ready")
-        waits = any(m.phase in ("recovering", "starting") for m in members) or pool.view.requested
+        ready = [m.info for m in members if m.phase == "ready"]
+        waits = any(m.phase == "recovering" for m in members) or pool.view.requested
         if pool.view.state != "running":
             assert waits or len(ready) < limits.min or short(ready)
         if isinstance(event, Boundary) and pool.view.state == "running":
@@ -1008,7 +991,6 @@ def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event,
         recover_s=10,
         first_step_s=10,
         confirm_s=3,
-        start_s=60,
         max_breaks=10**6,
         max_losses=10**6,
     )
@@ -1017,7 +999,7 @@ def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event,
         pool.see(event, after=after)
     pool.see(*(Death(worker=m.worker) for m in pool.view.members))
     for worker in (100, 101):
-        pool.see(Arrival(worker=worker, node="z"), loaded(worker))
+        pool.see(came(worker, "z"))
     pool.see(Tick(), after=limits.gather_s)
     assert pool.view.state == "running" and pool.view.workers == (100, 101)
 
@@ -1032,7 +1014,7 @@ UNPROVEN = EVENTS.filter(lambda event: not isinstance(event, FirstStep))
 )
 def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event, float]], ends: list[str]) -> None:
     """After any storm the same ends of generations come again and again, and whatever was lost is replaced at once."""
-    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=0, recover_s=10, first_step_s=20, confirm_s=3, start_s=60)
+    limits = Limits(min=2, max=3, wait_s=1e6, gather_s=0, recover_s=10, first_step_s=20, confirm_s=3)
     most = (limits.max_losses + 1) * (limits.max_breaks + 1)
     pool, fresh, forms = Pool(limits), 100, 0
     for event, after in storm:
@@ -1041,7 +1023,7 @@ def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event
         decisions = end_generation(pool, ends[round_ % len(ends)])
         answers: list[Event] = [RecoveredWorker(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
         for worker in range(fresh, fresh + 3):
-            answers += [Arrival(worker=worker, node="abc"[worker % 3]), loaded(worker)]
+            answers.append(came(worker, "abc"[worker % 3]))
         fresh += 3
         decisions += pool.see(*answers, Tick(), after=1)
         forms += len(of(Form, decisions))

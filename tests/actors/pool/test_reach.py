@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.messages import NodeDoor, NodesApart
+from actors.messages import NodeDoor, NodesApart, WorkerInfo
 from actors.pool.membership_types import Limits, Member
 from actors.pool.reach import NodeReach
 
@@ -14,7 +14,8 @@ LIMITS = Limits(min=1, max=8, apart_s=60.0, apart_longest_s=600.0, apart_waiting
 def members(**nodes: int) -> list[Member]:
     """As many workers on each node, numbered in order."""
     where = [node for node, count in nodes.items() for _ in range(count)]
-    return [Member(worker=n, node=node, phase="ready", since=0.0) for n, node in enumerate(where)]
+    infos = [WorkerInfo(worker=f"w{n}", node=node, host="h", pid=n, device="cpu") for n, node in enumerate(where)]
+    return [Member(worker=n, info=info, phase="ready", since=0.0) for n, info in enumerate(infos)]
 
 
 def apart(one: str, *others: str) -> NodesApart:

@@ -22,7 +22,7 @@ from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast
 from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Arrival, Event, LeaveNotice, Limits, LoadedWorker, Starvation
+from actors.pool.membership_types import Arrival, Event, LeaveNotice, Limits, Starvation
 from actors.records.events import (
     DataAwaited,
     DataBack,
@@ -255,8 +255,7 @@ class Run:
         self.listener = listener(self)
         self.source, self.state, self.planner = source or Source(), Held(first), Planning()
         coming: dict[int, list[Event]] = later or {}
-        up: list[Event] = [Arrival(worker=n, node=workers.info(f"w{n}").node) for n in (0, 1)]
-        up += [LoadedWorker(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
+        up: list[Event] = [Arrival(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
 
         def look() -> list[Event]:
             runner = self.controller.generations.runner
@@ -480,8 +479,7 @@ def test_a_worker_that_comes_before_a_generation_has_begun_on_a_full_disk_joins_
 
     def forms(task: FormTask) -> None:
         if task.generation == 2:
-            info = workers.info("w2")
-            later[2] = [Arrival(worker=2, node=info.node), LoadedWorker(worker=2, info=info)]
+            later[2] = [Arrival(worker=2, info=workers.info("w2"))]
 
     workers = Workers(dies=lambda name, step: (name, step) == ("w1", 3), forms=forms)
     workers.handles["w2"] = workers._worker("w2")

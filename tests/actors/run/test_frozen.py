@@ -17,7 +17,7 @@ from actors.held_state import Origin
 from actors.messages import WorkerInfo, WorkerSettings
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Arrival, Boundary, Limits, LoadedWorker
+from actors.pool.membership_types import Arrival, Boundary, Limits
 from actors.pool.monitor import Monitor
 from actors.pool.workers import PoolNews
 from actors.progress import Orders
@@ -54,7 +54,7 @@ def test_who_holds_other_weights_is_named() -> None:
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
     infos = {"w0": info("w0", vae="1"), "w1": info("w1", vae="2")}
-    up = [event for n in (0, 1) for event in (Arrival(worker=n, node="n"), LoadedWorker(worker=n, info=infos[f"w{n}"]))]
+    up = [Arrival(worker=n, info=infos[f"w{n}"]) for n in (0, 1)]
     looks = [[], up]  # the first one while the data is opened
     outcome = controller_of(
         StateHere(-1, first=-1),
@@ -103,7 +103,7 @@ def test_a_worker_with_other_weights_does_not_join_a_run_that_has_taken_steps(mo
     generations.finished(SimpleNamespace(running=SimpleNamespace(generation=1)))
     pool.ready = [info("w2", vae="1"), info("w3", vae="1", text="3"), info("w4", vae="2")]
     generations.look()
-    generations.observe(Boundary(step=3))
+    generations.observe(Boundary())
     assert formed == [(0, 1), (0, 1, 2)] and pool.removed == ["w3", "w4"]
     assert [event.describe() for event in listener.told if isinstance(event, WorkerLost)] == [
         f"worker {name} was lost (host-of-{name}: the weights of {part} are not those that the run trains with. Give "
@@ -183,11 +183,7 @@ class Recovering(StateHere):
 def test_a_new_run_begins_only_with_equal_weights() -> None:
     infos = {"w0": begins_with("w0", head=1), "w1": begins_with("w1", head=2)}
     for origin, refused in ((None, True), (Origin(step=3), False)):
-        up = [
-            event
-            for n in (0, 1)
-            for event in (Arrival(worker=n, node="n"), LoadedWorker(worker=n, info=infos[f"w{n}"]))
-        ]
+        up = [Arrival(worker=n, info=infos[f"w{n}"]) for n in (0, 1)]
         looks, state = [[], up], Recovering(origin)
         controller = controller_of(
             state,

@@ -26,7 +26,6 @@ from actors.pool.membership_types import (
     Form,
     LeaveNotice,
     Limits,
-    LoadedWorker,
     RecoveredWorker,
     StepDispatch,
     View,
@@ -116,8 +115,7 @@ def test_workers_with_other_files_of_the_program_are_told_with_what_to_do() -> N
 def test_a_worker_that_computes_wrongly_leaves_where_the_run_has_enough_others(least: int, leaves: bool) -> None:
     listener, membership = Listening(), Membership(Limits(min=least, max=2))
     infos = [WorkerInfo(worker=f"w{n}", node="n", host="h", pid=n, device="cuda:0", gpu=str(n)) for n in (0, 1)]
-    joining: list[Event] = [Arrival(worker=worker, node=info.node) for worker, info in enumerate(infos)]
-    membership.observe([*joining, *(LoadedWorker(worker=w, info=info) for w, info in enumerate(infos))], 0.0)
+    membership.observe([Arrival(worker=worker, info=info) for worker, info in enumerate(infos)], 0.0)
     manager = controller_of(StateHere(), membership=membership, events=Events(listener)).generations
     assert manager.distrust("w1") == leaves
     assert [event.describe() for event in listener.told if isinstance(event, NodeRests)] == leaves * [
@@ -247,7 +245,7 @@ def test_workers_of_a_run_without_a_generation_stay_until_what_leaves_with_their
         state.writes_leaving = not saved or state.writes_leaving
         saved.append(committed)
 
-    seen: list[Event] = [Arrival(worker=1, node="b", gpu=0), LoadedWorker(worker=1, info=of("b"))]
+    seen: list[Event] = [Arrival(worker=1, info=of("b"))]
     lookout = SimpleNamespace(look=lambda: seen, try_again=lambda: None, late=lambda: "", frozen={})
     limits = Limits(min=1 if breaks else 2, max=4)
     parts = {"pool": pool, "lookout": lookout, "membership": Membership(limits, generation=1)}
