@@ -9,7 +9,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode
 from app.bench.truth import StrategyResult, learn_live, predicted_by_profile
 
-STEPS, UNSEEN, BUDGET_S = 200, 10, 0.02
+STEPS, UNSEEN, BUDGET_S = 200, 40, 0.02
 
 
 def learnt(strategy: str) -> StrategyResult:
