@@ -70,7 +70,9 @@ def plan(
         Path | None,
         typer.Option("--json", help="Write the plan here, with the account of --from-data; /dev/stdout prints it."),
     ] = None,
-    gantt: Annotated[Path | None, typer.Option("--gantt", help="Write a PNG here.")] = None,
+    gantt: Annotated[
+        Path | None, typer.Option("--gantt", help="Write the plan as a picture here (.png, .svg or .pdf).")
+    ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page here.")] = None,
 ) -> None:
     """Preview: step times, idle share, memory and the account of the data, before a GPU is touched.
