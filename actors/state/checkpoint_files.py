@@ -484,12 +484,12 @@ def _later(folder: Path, why: str) -> LaterFormat:
     )
 
 
-def is_later(folder: Path) -> bool:
-    """Whether a later version has written a checkpoint, as far as storage says now."""
+def may_be_later(folder: Path) -> bool:
+    """Whether a later version has written a checkpoint, or storage does not answer who has."""
     try:
         _listed(folder)
     except (OSError, CheckpointError) as error:
-        return isinstance(error, LaterFormat)
+        return isinstance(error, LaterFormat) or (isinstance(error, OSError) and error.errno in UNREACHABLE)
     return False
 
 

@@ -57,7 +57,7 @@ def prune(
         return []
     kept = look.withheld.union(keep) | {folder for folder in there if checkpoint.step_of(folder) in writing}
     old = [folder for folder in _until(there, checkpoint.step_of(newest[0])) if folder not in kept]
-    return [folder for folder in old if not checkpoint.is_later(folder) and _try_to_remove(folder)]
+    return [folder for folder in old if not checkpoint.may_be_later(folder) and _try_to_remove(folder)]
 
 
 def _until(folders: Sequence[Path], step: int | None) -> list[Path]:

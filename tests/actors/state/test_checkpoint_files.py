@@ -635,6 +635,21 @@ def test_a_checkpoint_of_a_later_version_is_neither_damaged_nor_none_and_stays(t
     assert prune(tmp_path, keep_last=1) == [] and newest.is_dir() and folder.is_dir()
 
 
+def test_one_that_storage_does_not_tell_of_may_be_of_a_later_version_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, read = [write(tmp_path, step) for step in (9, 19, 29)], Path.read_bytes
+    of_later_version(folders[0])
+
+    def stale(path: Path) -> bytes:
+        if path.parent == folders[0]:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    assert prune(tmp_path, keep_last=1) == [folders[1]] and folders[0].is_dir()
+
+
 def test_no_bit_that_changes_makes_a_checkpoint_one_of_a_later_version(tmp_path: Path) -> None:
     """It would refuse every resume, where one that is damaged is passed over."""
     marker = write(tmp_path, 9) / COMPLETE
