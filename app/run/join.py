@@ -29,7 +29,7 @@ import psutil
 
 from actors.outcome import Exit
 from app.run.cluster import ClusterAddress, check_address
-from app.run.lock import holder, lock_path
+from app.run.operator import lives
 from app.run.outcomes import read_outcome
 from app.run.ray_files import check_no_sessions, remove_ray_files
 from app.run.signals import signals_wait, unwinds_on_signal
@@ -191,7 +191,7 @@ def _is_over(joining: Joining, patience_s: float = 0.0, leaves: _Notice | None =
     until = time.monotonic() + patience_s
     while True:
         outcome = read_outcome(joining.run)
-        if outcome is not None and holder(lock_path(joining.run.absolute(), "driver")) is None:
+        if outcome is not None and not lives(joining.run):
             return outcome.code != Exit.RESUMABLE
         if time.monotonic() >= until or (leaves is not None and leaves.is_set()):
             return False

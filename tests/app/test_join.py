@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -25,7 +26,8 @@ from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
 from actors.pool.monitor import Monitor
 from actors.progress import Progress
 from app.run.cluster import ClusterAddress
-from app.run.join import Joining, _drained, _leave, _told_to_leave, join_until_told
+from app.run.join import Joining, _drained, _is_over, _leave, _told_to_leave, join_until_told
+from app.run.lock import lock_path
 from ops.typed import ConfigError
 from tests.actors.fakes import Handle
 from tests.rays import local_ray
@@ -108,6 +110,26 @@ def test_where_no_cluster_comes_it_says_so(tmp_path: Path, capsys: pytest.Captur
     )
     (tmp_path / "outcome.json").write_text(json.dumps({"code": 0, "reason": "done", "last_step": 9}))
     assert join_until_told(Joining(run=tmp_path, wait_s=60)) == 0, "the run is over"
+
+
+def test_a_run_whose_folder_does_not_answer_for_a_moment_is_not_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is resumed after an end, which its folder tells of until Ray is there; machines that wait left it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "outcome.json").write_text(json.dumps({"code": 1, "reason": "failed", "last_step": 9}))
+    assert _is_over(Joining(run=run, wait_s=60))
+    lock, exists = lock_path(run, "driver"), Path.exists
+    lock.touch()
+
+    def stale(path: Path, **options: bool) -> bool:
+        if path == lock:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", stale)
+    assert not _is_over(Joining(run=run, wait_s=60))
 
 
 @pytest.fixture
