@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.config import CacheConfig, DataConfig
 from data.errors import DataIOError, DataUnreachable
@@ -123,6 +124,13 @@ class EntryNames:
         place = int(np.searchsorted(self.packed, wanted)[0])
         return place if place < len(self) and self.packed[place] == wanted[0] else -1
 
+    def has(self, others: EntryNames) -> NDArray[np.bool_]:
+        """Which of the others are among these."""
+        if not len(self):
+            return np.zeros(len(others), dtype=bool)
+        places = np.minimum(np.searchsorted(self.packed, others.packed), len(self) - 1)
+        return self.packed[places] == others.packed
+
     def digest(self) -> str:
         """Equal for equal keys."""
         return hashlib.blake2b(self.packed.tobytes(), digest_size=16).hexdigest()
@@ -137,8 +145,7 @@ class Listing:
 
     def has_all_of(self, other: Listing) -> bool:
         """Whether no name of the other has gone; one of a clip that was bad may be an entry by now."""
-        before, now = (np.concatenate((one.entries.packed, one.bad.packed)) for one in (other, self))
-        return bool(np.isin(before, now).all())
+        return all((self.entries.has(names) | self.bad.has(names)).all() for names in (other.entries, other.bad))
 
     def digest(self) -> str:
         """Equal for listings of the same entries."""

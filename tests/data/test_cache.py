@@ -289,6 +289,9 @@ def test_names_of_entries_are_found_in_their_order_whatever_their_bytes(tmp_path
     assert list(names) == sorted(there) and len(names) == len(there)
     assert [names.place(key) for key in sorted(there)] == list(range(len(there)))
     assert {names.place(key) for key in others} == {-1} == {EntryNames().place(keys[0])}
+    asked = EntryNames(b"".join(map(bytes.fromhex, keys)))
+    assert [key for key, has in zip(asked, names.has(asked), strict=True) if has] == sorted(there)
+    assert not EntryNames().has(asked).any() and names.has(EntryNames()).all()
     assert names.digest() == EntryNames(b"".join(map(bytes.fromhex, reversed(there)))).digest()
     assert names.digest() != EntryNames(b"".join(map(bytes.fromhex, others))).digest()
     store = Cache(CacheConfig(path=str(tmp_path)))
