@@ -11,6 +11,7 @@ import math
 import os
 import shlex
 import shutil
+import sys
 import time
 import uuid
 from collections import Counter
@@ -30,6 +31,7 @@ from app.kept.wanted import NO_SOURCE, CacheLook, WantedEntry, keep_filled, look
 from app.records.progress import ProgressBar
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.out_files import begin_list
+from app.settings.terminal import say
 from data.cache import EntryKind
 from data.config import CacheConfig
 from data.dataset.every_draw import item_of
@@ -81,7 +83,12 @@ def cache(path: Path, overrides: Sequence[str], *, cluster: str | None, dry_run:
     ledger.check_limits()
     _check_kept(done, config.data.cache)
     keep_filled(found)
-    print(f"next      {_next(path, overrides, config, modules)}")
+    _say(f"next      {_next(path, overrides, config, modules)}")
+
+
+def _say(text: str) -> None:
+    """What hours have made is not lost for a line that nobody reads."""
+    say(text, sys.stdout)
 
 
 def _kept_modules(config: RunConfig) -> tuple[Module, ...]:
@@ -229,7 +236,7 @@ def _fill(config: RunConfig, found: CacheLook, ledger: Ledger) -> _Filled:
     done.workers, threads = _capacity(config), 1 + _decoders(config)
     said = done.began
     with _signed(config, found) as job, ProgressBar("encoding") as progress:
-        answers = fill(job, found, done.workers, threads=threads, options=_resources(config))
+        answers = fill(job, found, done.workers, threads=threads, tell=_say, options=_resources(config))
         with closing(answers):
             try:
                 for entries, answer in answers:
@@ -240,9 +247,9 @@ def _fill(config: RunConfig, found: CacheLook, ledger: Ledger) -> _Filled:
                         return done
                     if time.monotonic() - said >= _LINE_S:
                         said = time.monotonic()
-                        print(done.describe(), flush=True)
+                        _say(done.describe())
             except BaseException:
-                print(f"stopped with {done.ended:,} of {done.missing:,} entries; the same command goes on", flush=True)
+                _say(f"stopped with {done.ended:,} of {done.missing:,} entries; the same command goes on")
                 raise
     return done
 
@@ -360,12 +367,12 @@ def _print_end(found: CacheLook, done: _Filled, ledger: Ledger, out: Path) -> No
     bad = sum(len(account.bad) for account in found.kinds.values()) + done.bad
     took = f" in {done.seconds:.1f} s by {counted(done.workers, 'worker')}" if done.workers else ""
     failed = f", {done.absent:,} not written" if done.absent else ""
-    print(f"cache     {kinds} new, {there:,} there already, {bad:,} bad{failed}; {size(done.num_bytes)} written{took}")
-    print_ledger(ledger, "entries {} = good {} + bad {}")
+    _say(f"cache     {kinds} new, {there:,} there already, {bad:,} bad{failed}; {size(done.num_bytes)} written{took}")
+    print_ledger(ledger, "entries {} = good {} + bad {}", _say)
     if bad:
-        print("          of bad clips a run trains nothing; `--again` tries them once more")
+        _say("          of bad clips a run trains nothing; `--again` tries them once more")
     if out.exists():
-        print(f"faults    {out}")
+        _say(f"faults    {out}")
 
 
 def _next(path: Path, overrides: Sequence[str], config: RunConfig, modules: Sequence[Module]) -> str:

@@ -58,7 +58,7 @@ def fill(
     *,
     threads: int,
     options: Mapping[str, float],
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str], None],
     worker_class: type = FillWorker,
 ) -> Generator[tuple[tuple[WantedEntry, ...], FilledUnit]]:
     """Makes all that is missing, on up to `workers` workers of the Ray that this process has joined; each has Ray's

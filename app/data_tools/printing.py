@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,22 +35,24 @@ def index_facts(index: Index) -> dict[str, object]:
     }
 
 
-def print_ledger(ledger: Ledger, drawn: str = "decoded {} = good {} + bad {}") -> None:
+def print_ledger(
+    ledger: Ledger, drawn: str = "decoded {} = good {} + bad {}", tell: Callable[[str], None] = print
+) -> None:
     """Every row and every draw accounted for, per source where there are several. `drawn` says what was done with
     draws: how many there were, and for how many that ended well and not."""
     facts = ledger.summary()
-    print(_row_counts(facts))
+    tell(_row_counts(facts))
     for rule, count in facts["details"].items():
-        print(f"  {count} {rule}")
+        tell(f"  {count} {rule}")
     if facts["scheduled"]:
-        print(_draw_counts(facts, drawn))
+        tell(_draw_counts(facts, drawn))
     for counts in facts["sources"] if len(facts["sources"]) > 1 else ():
         of_source = f"; {_draw_counts(counts, drawn)}" if counts["scheduled"] else ""
-        print(f"source {counts['name']}: {_row_counts(counts)}{of_source}")
+        tell(f"source {counts['name']}: {_row_counts(counts)}{of_source}")
     if facts["shard_faults"]:
-        print(f"shard faults{_reasons(facts['shard_faults'])}")
+        tell(f"shard faults{_reasons(facts['shard_faults'])}")
     if facts["notes"]:
-        print(f"members that are no samples{_reasons(facts['notes'])}")
+        tell(f"members that are no samples{_reasons(facts['notes'])}")
 
 
 def _row_counts(facts: LedgerRecord | SourceRecord) -> str:

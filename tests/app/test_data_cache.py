@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -254,6 +255,23 @@ def test_a_full_disk_ends_the_command_and_says_why(
     done = command._fill(full, found, found.dataset.ledger)
     assert done.failed == len(answers[0].failed) and "GiB would stay free" in done.why
     assert next(asked)[1] is answers[1], "no further answer is asked for"
+
+
+def test_hours_of_work_do_not_end_for_a_line_that_nobody_reads(
+    clips: Path, tmp_path: Path, unread: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe without a reader, or a log on a disk that is full for a moment."""
+    config = config_of(clips, tmp_path)
+    found, answers = filled(config)
+    made = [(tuple(plan.entries), answer) for plan, answer in zip(plans_of(found), answers, strict=True)]
+    monkeypatch.setattr("app.caching.fill.fill", lambda *given, tell, **named: tell("loaded") or (one for one in made))
+    monkeypatch.setattr(command, "_capacity", lambda config: 1)
+    monkeypatch.setattr(command, "_LINE_S", 0.0)
+    monkeypatch.setattr(sys, "stdout", unread)
+    ledger = found.dataset.ledger
+    done = command._fill(config, found, ledger)
+    command._print_end(found, done, ledger, tmp_path / "faults.jsonl")
+    assert done.ended == done.missing > 0
 
 
 def test_a_disk_that_is_full_at_its_last_entry_leaves_others_missing(monkeypatch: pytest.MonkeyPatch) -> None:
