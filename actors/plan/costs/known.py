@@ -188,11 +188,17 @@ class KnownCosts:
         """The model of the file's points alone, as it was before a run."""
         if module not in self._file_fits:
             keys = sorted(key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0))
-            loads = self._loads_of([(key, self.text_tokens.get(key, 0)) for key in keys])
+            loads = [self._load_of_file(key, self.text_tokens.get(key, 0)) for key in keys]
             prior = self.models.get(module) or self._proportions_of(module)
             seconds = [self.measured[key] for key in keys]
             self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
         return self._file_fits[module]
+
+    def _load_of_file(self, key: PointKey, text_tokens: int) -> Load:
+        """As the model of the file's points takes it: without slices, as their rates are by points that it corrects."""
+        if key[0] == "dit" and self.sliced is not None:
+            return self._plain_load(Samples.of_key(key, text_tokens), key[5])
+        return self.load(key, text_tokens)
 
     def _fit(self, module: Module) -> Fit | None:
         prior = self.models.get(module)
@@ -301,7 +307,8 @@ class KnownCosts:
         model = self._model_of_file(key[0]) if of_file else self.model_of(key[0])
         if model is None:
             return 1.0
-        before, after = (self.modelled(key[0], model, self.load(key, text)) for text in (measured_with, wanted))
+        load = self._load_of_file if of_file else self.load
+        before, after = (self.modelled(key[0], model, load(key, text)) for text in (measured_with, wanted))
         return after / before if before > 0 else 1.0
 
     def modelled(self, module: Module, model: Fit, load: Load) -> float:

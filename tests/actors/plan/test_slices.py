@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,19 @@ def test_a_profile_file_prices_bags_of_any_size(tmp_path: Path) -> None:
     assert profile.model_of("dit").form == "spatial_temporal"  # type: ignore[union-attr]
     alone, three = (profile.seconds("dit", CLIP, degree) for degree in (1, 3))
     assert alone / 3 < three < 0.6 * alone
+
+
+@pytest.mark.parametrize("degrees", [(1,), (1, 2)])
+def test_a_measured_profile_stands_captions_of_another_length(degrees: tuple[int, ...], tmp_path: Path) -> None:
+    """Rates of slices are by the file's points, which are corrected by what ran, by the model of those points."""
+    file, source = Profile(degrees={"dit": degrees}, geometry=GEOMETRY), latte()
+    for degree, batch, frames in product(degrees, (1, 2), (17, 29, 57)):
+        part = Samples.of(batch, (frames, 64, 64), 64)
+        file.measure(part.key("dit", degree), source.seconds("dit", part, degree), 64)
+    write_profile(file, tmp_path / "p.json")
+    profile = profile_of(PlannerConfig(profile=str(tmp_path / "p.json")), ModelConfig(dit=DIT), GEOMETRY)
+    ran, other = Samples.of(1, (17, 64, 64), 90), Samples.of(2, (45, 64, 64), 64)
+    before = profile.seconds("dit", other, 1)
+    profile.observe("dit", ran, 1, 2 * source.seconds("dit", ran, 1))
+    assert 1.2 * before < profile.seconds("dit", other, 1) < 2.5 * before
+    write_profile(profile, tmp_path / "learned.json")
