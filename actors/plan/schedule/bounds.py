@@ -97,24 +97,38 @@ def _packed(problem: Problem, keys: Sequence[ItemKey], quickest: dict[ItemKey, f
         added = _added(problem, items, counts)
         total += added.area
         once[expert] = max(once.get(expert, 0.0), added.once)
-        shared = _quickest(problem, _as_shared(items), [count for count in counts if count > 1])
-        for key in group:
-            item = problem.items[key]
-            own = _quickest(problem, [item], [count for count in counts if count <= item.batch])
-            least = min(own, shared)  # no pack is quicker than its dearest part
-            quickest[key] = least if least < math.inf else 0.0
+        least = _quickest(problem, items, counts)  # no pack is quicker than its dearest part
+        quickest.update(dict.fromkeys(group, least if least < math.inf else 0.0))
     return total + sum(once.values())
 
 
 def _counts(problem: Problem, items: Sequence[Item]) -> list[int]:
     """Samples of one shape that a cascade may have, as far as they are priced here: every number that is small or was
-    measured, all, and those of near-equal pieces. Of others a model's seconds for a sample lie between theirs."""
+    measured, the most that memory allows, and those of near-equal pieces. Of others a model's seconds for a sample lie
+    between theirs, but for the noise of what ran."""
     whole = sum(item.batch for item in items)
     counts = {*range(1, min(whole, FEW) + 1), whole, *problem.profile.known_counts("dit", items[0].shape)}
     for item in items:
         counts |= {item.batch // pieces for pieces in range(1, min(item.batch, PIECES) + 1)}
+    lightest = min(items, key=lambda item: item.text_tokens)
+    fit = {degree for degree, _ in problem.modes("dit", lightest, whole)}
+    for degree in problem.profile.candidate_degrees("dit"):
+        if degree not in fit and degree <= problem.cluster.num_workers:
+            counts.add(_most(problem, lightest, degree, whole))
     least = 1 if problem.options.split else min(item.batch for item in items)
     return sorted(count for count in counts if least <= count <= whole)
+
+
+def _most(problem: Problem, item: Item, degree: int, whole: int) -> int:
+    """Most samples, fewer than `whole`, that memory allows in a cascade of this degree; 0: none."""
+    few, many = 0, whole - 1
+    while few < many:
+        count = (few + many + 1) // 2
+        if any(one == degree for one, _ in problem.modes("dit", item, count)):
+            few = count
+        else:
+            many = count - 1
+    return few
 
 
 def _added(problem: Problem, items: Sequence[Item], counts: Sequence[int]) -> _Added:
@@ -132,8 +146,9 @@ def _added(problem: Problem, items: Sequence[Item], counts: Sequence[int]) -> _A
 
 
 def _quickest(problem: Problem, items: Sequence[Item], counts: Sequence[int]) -> float:
-    """Seconds of the quickest cascade of one of these, of any of these counts; infinite where none is legal."""
-    offered = (mode for item in items for count in counts for mode in problem.modes_at_best("dit", item, count))
+    """Seconds of the quickest cascade of items of one shape, of any of these counts; infinite where none is legal."""
+    shared = _as_shared(items)  # at most four, where each of a thousand items has a text of its own
+    offered = (mode for item in shared for count in counts for mode in problem.modes_at_best("dit", item, count))
     return min((seconds for _, seconds in offered), default=math.inf) / max(problem.topology.speed)
 
 

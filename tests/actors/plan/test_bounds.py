@@ -16,6 +16,7 @@ from actors.plan.schedule.bounds import rolling_bound, step_bound, within
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import ENCODED, Cluster, Item
 from actors.planning.make_plan import make_plan
+from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from tests.actors.plan.options import counted
 
@@ -121,6 +122,40 @@ def test_no_plan_of_a_tiny_step_is_quicker_than_its_bound(seed: int) -> None:
     bound = step_bound(problem, 0, within(problem, 0))
     assert 0 < bound <= least_makespan(items, made, cluster) * (1 + 1e-9)
     assert rolling_bound(problem) == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(
+    ("items", "each", "limit", "split"), [(1, 37, 17.5, True), (37, 1, 17.5, True), (3, 10, 25.0, False)]
+)
+def test_a_cascade_of_as_many_samples_as_memory_allows_is_priced(
+    items: int, each: int, limit: float, split: bool
+) -> None:
+    """Launches of a bag by slices are in no part that cascades have once: a sample costs less the more there are."""
+    made = Profile.from_flops(LatteConfig(), launch_s=0.1)
+    units = made.footprint("dit", [Samples.of(1, (17, 32, 32), 20)], 1).units
+    made.needs.limits["dit", "solo"] = made.needs.limits["dit", "bag"] = limit * units
+    clips = [
+        Item(id=f"i{n}", batch=each, frames=17, height=32, width=32, text_tokens=20, cached=ENCODED)
+        for n in range(items)
+    ]
+    (step,) = make_plan(
+        [clips], made, Cluster(nodes=(1,)), counted(strategy="knapsack", budget_s=0.01, split=split)
+    ).steps
+    assert step.lower_bound_s <= step.makespan_s * (1 + 1e-9)
+
+
+def test_what_a_bound_takes_does_not_grow_with_the_texts_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Samples]()
+    price = Problem._price
+    monkeypatch.setattr(Problem, "_price", lambda self, module, part: asked.append(part) or price(self, module, part))
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    items = [
+        Item(id=f"i{n}", batch=1 + n % 4, frames=17, height=96, width=32, text_tokens=20 + n, cached=ENCODED)
+        for n in range(200)
+    ]
+    problem = Problem([items], made, Cluster(nodes=(2,)), PlanOptions())
+    step_bound(problem, 0, within(problem, 0))
+    assert 0 < len(asked) < 100
 
 
 def test_the_bound_of_pictures_that_share_launches_is_what_their_pack_takes() -> None:
