@@ -356,7 +356,7 @@ def test_a_large_cluster_with_slow_workers_has_no_worse_plan_than_the_constructi
         for n, (b, f, h, w) in enumerate(SHAPES * 12)
     ]
     cluster = Cluster(nodes=(8,) * 8, speed=(1.0,) * (64 - slow) + (0.5,) * slow)
-    plan = make_plan([step], profile, cluster, PlanOptions(budget_s=0.01))
+    plan = make_plan([step], profile, cluster, counted(budget_s=0.01))
     check(plan, [step], profile, cluster)
     problem = Problem([step], profile, cluster, PlanOptions())
     alone = constructive(problem, problem.jobs(), problem.start, 0.0)
