@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @given(
     share=st.floats(0, 0.5),
-    turns=st.lists(st.tuples(st.floats(0.01, 2), st.floats(0, 1), st.floats(0.01, 3)), max_size=40),
+    turns=st.lists(st.tuples(st.floats(0.01, 2), st.floats(0, 1), st.floats(0.01, 3)), min_size=10, max_size=40),
 )
 def test_a_run_pays_its_share_and_a_piece_more_at_most(share: float, turns: list[tuple[float, float, float]]) -> None:
     """`turns` are (seconds since the last one, its gap, seconds of each of its pieces)."""
