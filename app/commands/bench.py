@@ -14,7 +14,7 @@ BENCHMARKS = {
     "batches": ("app.bench.batches", "Equal tokens, dual constraint, and sizes that follow measured costs."),
     "mapper": ("app.bench.mapper", "What each rule for choosing workers is worth."),
     "communicators": ("app.bench.communicators", "What the limit of open bags on a worker costs and saves."),
-    "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
+    "ops": ("app.bench.ops", "Fused ops and whole blocks against eager PyTorch."),
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
     "predicted": ("app.bench.predicted", "Predicted seconds of cascades and steps beside those of real runs here."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
