@@ -89,8 +89,16 @@ def _ends(end: str) -> Callable[[str], bool]:
     return lambda name: name.endswith(end)
 
 
-def _begins(prefix: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(prefix)
+def _right(what: str, prefix: str, where: Callable[[str], bool] = lambda name: True, of_all: bool = False) -> Target:
+    """Whether all measurements of these names found right what they check; with `of_all` all have to be there."""
+    return Target(
+        what=what,
+        goal=1,
+        least=True,
+        form=".0f",
+        deciding=_least(prefix, _is("right"), where),
+        of_all=lambda name: of_all and name.startswith(prefix) and where(name),
+    )
 
 
 def _fetched(name: str) -> bool:
@@ -107,30 +115,9 @@ def _long(name: str) -> bool:
 
 
 TARGETS = (
-    Target(
-        what="all kernels within rounding of float64",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("kernels.", _is("right")),
-        of_all=_begins("kernels."),
-    ),
-    Target(
-        what="all attention backends within rounding of float64",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("attention-right.", _is("right")),
-        of_all=_begins("attention-right."),
-    ),
-    Target(
-        what="packed DiT in bf16 like its fp32 self",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("dit-right.", _is("right")),
-        of_all=_begins("dit-right."),
-    ),
+    _right("all kernels within rounding of float64", "kernels.", of_all=True),
+    _right("all attention backends within rounding of float64", "attention-right.", of_all=True),
+    _right("packed DiT in bf16 like its fp32 self", "dit-right.", of_all=True),
     Target(
         what="fused ops forward, share of copy at N >= 32k (moonshot 96 %)",
         goal=0.92,
@@ -208,21 +195,17 @@ TARGETS = (
         form=".0%",
         deciding=_most("lora.wan-14b", _is("takes more, clip")),
     ),
-    Target(
-        what="gradients of blocks that are fetched, in bf16 and in 8 bits, as of blocks on the device",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("", _is("right"), _fetched),
-        of_all=_fetched,
+    _right(
+        "gradients of blocks that are fetched, in bf16 and in 8 bits, as of blocks on the device",
+        "",
+        _fetched,
+        of_all=True,
     ),
-    Target(
-        what="gradients of compiled blocks, and of attention that is kept, as of blocks as written",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("step.", _is("right"), _of_other_code),
-        of_all=lambda name: name.startswith("step.") and _of_other_code(name),
+    _right(
+        "gradients of compiled blocks, and of attention that is kept, as of blocks as written",
+        "step.",
+        _of_other_code,
+        of_all=True,
     ),
     Target(
         what="blocks compiled again for packs of other lengths",
@@ -231,63 +214,14 @@ TARGETS = (
         form=".0f",
         deciding=_most("step.", _is("codes after the first")),
     ),
-    Target(
-        what="gradients of passes by CUDA graphs as of passes that are as written",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("graphs.", _is("right")),
-        of_all=_begins("graphs."),
-    ),
-    Target(
-        what="a snapshot that is copied beside compute has the numbers of its state",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("copies", _is("right")),
-    ),
-    Target(
-        what="state updated in host memory gives the weights of state on the device",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("update.host", _is("right")),
-    ),
-    Target(
-        what="Muon's updates in bf16 nearly orthogonal, as those of fp64",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("update.muon", _is("right")),
-    ),
-    Target(
-        what="d that Prodigy finds in fp32, as in fp64",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("update.prodigy", _is("right")),
-    ),
-    Target(
-        what="memory of another process added to exactly (CUDA IPC)",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("ipc", _is("right")),
-    ),
-    Target(
-        what="collectives between the GPUs of a node exactly (NCCL)",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("together", _is("right")),
-    ),
-    Target(
-        what="gradients pushed by the kernel exactly",
-        goal=1,
-        least=True,
-        form=".0f",
-        deciding=_least("push", _is("right")),
-    ),
+    _right("gradients of passes by CUDA graphs as of passes that are as written", "graphs.", of_all=True),
+    _right("a snapshot that is copied beside compute has the numbers of its state", "copies"),
+    _right("state updated in host memory gives the weights of state on the device", "update.host"),
+    _right("Muon's updates in bf16 nearly orthogonal, as those of fp64", "update.muon"),
+    _right("d that Prodigy finds in fp32, as in fp64", "update.prodigy"),
+    _right("memory of another process added to exactly (CUDA IPC)", "ipc"),
+    _right("collectives between the GPUs of a node exactly (NCCL)", "together"),
+    _right("gradients pushed by the kernel exactly", "push"),
     Target(
         what="slow-down of compute beside a snapshot's copy to pinned memory",
         goal=0.02,
