@@ -7,23 +7,20 @@ In a rehearsal Gloo and host memory stand in their place.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.node_peers import NodePeers
+from app.bench.gpu.processes import PATIENCE_S, answers_of
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.memory.cuda_memory import CudaPeers
@@ -32,13 +29,6 @@ from ops.update.node_sum import Unreachable, meet
 from ops.update.peer_sum import PeerSum
 from ops.waiting import CancelToken
 
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-    from multiprocessing.queues import Queue
-
-    AnswersOfGpus = Queue[tuple[str, dict[str, Figure]]]
-
-PATIENCE_S = 240.0  # of processes that import all of torch first
 MOST = 8  # processes
 ELEMENTS, SMALL_ELEMENTS = 2**28, 2**16  # of a gradient
 ROUNDS = 5
@@ -62,25 +52,8 @@ class GpusTogether:
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         size = place.pick(min(MOST, torch.cuda.device_count()), 3)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        answers: AnswersOfGpus = context.Queue()
-        settings = (size, store.port, not place.rehearse, place.pick(ELEMENTS, SMALL_ELEMENTS))
-        processes = [
-            context.Process(target=take_part, args=(answers, rank, *settings), daemon=True) for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            found = [_answer(answers, processes) for _ in range(size - 1)]
-        finally:
-            for process in processes:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-        if why := next((why for why, _ in found if why), ""):
-            raise RuntimeError(f"a member of {size}: {why}")
-        figures = [of_one for _, of_one in found]
+        settings = (size, not place.rehearse, place.pick(ELEMENTS, SMALL_ELEMENTS))
+        figures = answers_of(take_part, settings, size, size - 1)
         return {
             "GPUs": size,
             "right": all(one["right"] for one in figures),
@@ -94,28 +67,24 @@ def _worst(name: str, figures: Sequence[dict[str, Figure]]) -> float:
     return min(values) if name.startswith("GB/s") else max(values)
 
 
-def take_part(answers: AnswersOfGpus, rank: int, size: int, port: int, cuda: bool, elements: int) -> None:
+def take_part(store: dist.Store, rank: int, size: int, cuda: bool, elements: int) -> dict[str, Figure]:
     """One process. The last one is killed at the end, and answers nothing."""
-    try:
-        if cuda:
-            _see_one(rank)
-        place = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
-        token, backend = CancelToken(), "nccl" if cuda else "gloo"
-        world = tuple(range(size))
-        groups = Groups(store, rank, world, backend, 0, PATIENCE_S, token, "127.0.0.1", device=place)
-        bags = [bag for bag in ((0, 1), world) if rank in bag]
-        groups.prepare(bags if rank % 2 else bags[::-1])  # as they connect in any order
-        right = [_right(groups.get(bag), place) for bag in bags for _ in range(2)]
-        everyone = groups.world_group()
-        found: dict[str, Figure] = {"right": all(right), "adds": _adds(everyone, place, elements)}
-        found |= _speeds(everyone, place, elements)
-        meet(everyone, place)
-        if rank == size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        answers.put(("", found | _left_alone(groups, token, place)))
-    except Exception as error:  # reported to the process that waits
-        answers.put((f"{type(error).__name__}: {error}", {}))
+    if cuda:
+        _see_one(rank)
+    place = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    token, backend = CancelToken(), "nccl" if cuda else "gloo"
+    world = tuple(range(size))
+    groups = Groups(store, rank, world, backend, 0, PATIENCE_S, token, "127.0.0.1", device=place)
+    bags = [bag for bag in ((0, 1), world) if rank in bag]
+    groups.prepare(bags if rank % 2 else bags[::-1])  # as they connect in any order
+    right = [_right(groups.get(bag), place) for bag in bags for _ in range(2)]
+    everyone = groups.world_group()
+    found: dict[str, Figure] = {"right": all(right), "adds": _adds(everyone, place, elements)}
+    found |= _speeds(everyone, place, elements)
+    meet(everyone, place)
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found | _left_alone(groups, token, place)
 
 
 def _see_one(rank: int) -> None:
@@ -254,15 +223,3 @@ def _tick(stop: threading.Event, gaps: list[float]) -> None:
     while not stop.wait(_LOOK_S):
         now = time.perf_counter()
         gaps[0], last = max(gaps[0], now - last), now
-
-
-def _answer(answers: AnswersOfGpus, processes: Sequence[BaseProcess]) -> tuple[str, dict[str, Figure]]:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            return answers.get(timeout=0.5)
-        except queue.Empty:
-            ended = [process.exitcode for process in processes[:-1] if process.exitcode]
-            if ended:
-                return f"it ended with code {ended[0]}", {}
-    return f"no answer in {PATIENCE_S:.0f} s", {}
