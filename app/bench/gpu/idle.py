@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from app.bench.gpu.timeline import Interval, StreamWork
+from app.bench.gpu.timeline import Interval, StreamWork, union
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +28,14 @@ def device_use(events: Iterable[StreamWork]) -> DeviceUse:
 def use_of(intervals: Iterable[Interval], copies: int = 0) -> DeviceUse:
     """The use of a device from intervals in any order, which may overlap (streams do). Without intervals it is all
     idle."""
-    ordered = sorted(intervals)
-    if not ordered:
+    listed = list(intervals)
+    if not listed:
         return DeviceUse(idle_share=1.0, longest_gap_s=0.0, kernels=0, copies=0)
-    begin, reached = ordered[0]
-    idle = longest = 0
-    for start, end in ordered:
-        gap = max(0, start - reached)
-        idle, longest, reached = idle + gap, max(longest, gap), max(reached, end)
+    busy = union(listed)
+    gaps = [after[0] - before[1] for before, after in pairwise(busy)]
     return DeviceUse(
-        idle_share=idle / max(reached - begin, 1),
-        longest_gap_s=longest / 1e9,
-        kernels=len(ordered) - copies,
+        idle_share=sum(gaps) / max(busy[-1][1] - busy[0][0], 1),
+        longest_gap_s=max(gaps, default=0) / 1e9,
+        kernels=len(listed) - copies,
         copies=copies,
     )
