@@ -30,8 +30,6 @@ from app.bench.gpu.models import (
 from app.bench.gpu.timeline import timeline, traced
 from app.bench.gpu.train_step import AS_TRAINED, make_trained
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
-from ops.comm.collectives import Group
-from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
 
 # a clip, short ones, and pictures
@@ -133,8 +131,7 @@ def _plain_step(config: DiTConfig, place: Place) -> Callable[[], None]:
     def step() -> None:
         sync.begin_step()
         for call in calls:
-            out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-            (packed_loss(out.float(), call.target, call.layout, call.weights) / len(calls)).backward()
+            (call.loss(dit) / len(calls)).backward()
         sync.finish_step(0, 0.0, 1.0, 1.0, lambda phase: None)
 
     return step

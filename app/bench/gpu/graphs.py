@@ -23,7 +23,6 @@ from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.models import PICTURE_256P, PICTURE_480P, SMALL_CLIP, WAN_1_3B, PackedCall, build, small, with_layers
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import share_of_small
@@ -111,19 +110,14 @@ def _pass(dit: PackedTransformer, call: PackedCall, sync: FlatSync) -> Callable[
 
     def once() -> None:
         sync.begin_step()
-        _backward(dit, call)
+        call.loss(dit).backward()
 
     return once
 
 
-def _backward(dit: PackedTransformer, call: PackedCall) -> None:
-    out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-    packed_loss(out.float(), call.target, call.layout, call.weights).backward()
-
-
 def _plain_gradients(dit: PackedTransformer, call: PackedCall) -> dict[str, Tensor]:
     """As PyTorch leaves them, by the names of the parameters."""
-    _backward(dit, call)
+    call.loss(dit).backward()
     found = {name: p.grad for name, p in dit.named_parameters() if p.grad is not None}
     dit.zero_grad()
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ops.comm.collectives import Group
+from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.families import FAMILIES
@@ -107,3 +109,8 @@ class PackedCall:
             text=text.to(dtype),
             weights=torch.full((count,), 1.0 / count, device=device),
         )
+
+    def loss(self, dit: nn.Module) -> Tensor:
+        """The mean loss of a forward."""
+        out = dit(self.tokens, self.timesteps, self.text, self.layout, Group.solo())
+        return packed_loss(out.float(), self.target, self.layout, self.weights)

@@ -35,7 +35,6 @@ from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.flow.train_pass import packed_loss
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
@@ -211,8 +210,7 @@ def step_over(dit: nn.Module, sync: FlatSync, call: PackedCall) -> Callable[[], 
 
     def step() -> StepResult:
         sync.begin_step()
-        out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-        loss = packed_loss(out.float(), call.target, call.layout, call.weights)
+        loss = call.loss(dit)
         loss.backward()
         return sync.finish_step(0, float(loss.detach()), 1.0, 1.0, lambda phase: None)
 
