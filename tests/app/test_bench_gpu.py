@@ -23,7 +23,6 @@ from app.bench.gpu.attention_right import softmax_attention
 from app.bench.gpu.catalogue import catalogue, chosen
 from app.bench.gpu.ceilings import times_slower
 from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_step
-from app.bench.gpu.flops import step_flops
 from app.bench.gpu.idle import use_of
 from app.bench.gpu.lines import FILE, Facts, ResultLine, append_line, read_lines
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
@@ -34,7 +33,7 @@ from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_
 from app.bench.gpu.supervise import supervised
 from app.bench.gpu.targets import TARGETS, judged
 from app.bench.gpu.timeline import StreamWork, timeline
-from app.bench.gpu.train_step import AS_TRAINED, step_config
+from app.bench.gpu.train_step import AS_TRAINED, step_config, step_flops
 from app.bench.gpu.vae_speed import psnr
 from app.bench.timing import Closure, Timing
 from ops.attention.lengths import Lengths

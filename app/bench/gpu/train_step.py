@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from actors.plan.costs.flops import DiTWork
 from app.bench.gpu.ceilings import matmul_peak
-from app.bench.gpu.flops import step_flops
 from app.bench.gpu.idle import device_use
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.memory import blocks_that_fit, kept_bytes, step_bytes
@@ -37,6 +37,7 @@ from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import ALL_TRAINED
 from ops.models.base.transformer import PackedTransformer
 from ops.packed.compiled_blocks import CompiledBlocks, codes_made
 from ops.packed.packing import Sequence as PackedSequence
@@ -243,6 +244,13 @@ def step_config(
         raise RuntimeError(f"not one block fits: {free / GIB:.0f} GiB are free for a step. Use a larger device.")
     # a model that fits whole keeps all its blocks also without checkpointing, where it may run out of memory
     return replace(config, num_layers=fitting)
+
+
+def step_flops(config: DiTConfig, sequences: Sequence[PackedSequence], recompute: bool) -> float:
+    """FLOP of forward and backward, as plans count them; with `recompute` the forward counts twice, as under
+    checkpointing."""
+    work = replace(DiTWork.of(config), recomputes=recompute, part=ALL_TRAINED)
+    return 1e12 * sum(work.computed_tflop(1, s.tokens, s.text_tokens, s.grid[0]) for s in sequences)
 
 
 def _shares(
