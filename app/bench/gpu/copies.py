@@ -3,8 +3,7 @@ device computes."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -64,9 +63,9 @@ class SnapshotCopies:
         compute_s = place.seconds(compute, place.pick(3, 1)).seconds
         beside = []
         for _ in range(place.pick(3, 1)):
-            beside.append(_until_compute_ends(compute_beside, place))
+            beside.append(place.host_seconds(compute_beside))
             wait()
-        beside_s = sorted(beside)[len(beside) // 2]
+        beside_s = statistics.median(beside)
         shown = timeline_of(compute_beside, self.name, place)
         wait()
         right = all(torch.equal(into[name], array.cpu()) for name, array in state.items())
@@ -82,11 +81,3 @@ class SnapshotCopies:
             "seconds for 1.3B on one GPU": 16 * 1.419e9 / num_bytes * alone.seconds,
             **shown,
         }
-
-
-def _until_compute_ends(call: Callable[[], None], place: Place) -> float:
-    """Seconds until the call's own stream is done; its copies may still run."""
-    place.synchronize()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

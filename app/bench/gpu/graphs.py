@@ -7,8 +7,8 @@ while another thread does what those of a worker do meanwhile: takes memory, cop
 from __future__ import annotations
 
 import math
+import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -188,15 +188,8 @@ def _thread_beside(device: torch.device) -> Iterator[None]:
 
 
 def _host_seconds(once: Callable[[], None], place: Place, repeats: int) -> float:
-    """Seconds until a call returns, begun on an idle device: what a host needs to ask for all of it."""
-    found = []
-    for _ in range(repeats):
-        place.synchronize()
-        began = time.perf_counter()
-        once()
-        found.append(time.perf_counter() - began)
-    place.synchronize()
-    return sorted(found)[len(found) // 2]
+    """What a host needs to ask for all of it."""
+    return statistics.median(place.host_seconds(once) for _ in range(repeats))
 
 
 def _gradients(sync: FlatSync) -> dict[str, Tensor]:

@@ -50,6 +50,13 @@ class Place:
                 samples.append(time.perf_counter() - start)
         return Timing.of(samples)
 
+    def host_seconds(self, call: Callable[[], object]) -> float:
+        """Seconds until the call returns, begun on an idle device, which may go on after that."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
     def has_gib(self, needed: float) -> bool:
         """Whether so much memory of the device is free; always so in a rehearsal."""
         return self.rehearse or torch.cuda.mem_get_info(self.device)[0] > needed * GIB
