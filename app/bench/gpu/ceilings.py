@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.timing import Closure, ceilings, measure
 
 COPY, MATMUL = "copy GB/s", "bf16 matmul TFLOP/s"
@@ -16,14 +16,11 @@ H200_COPY, H200_PEAK = 4.2e12, 0.75e15  # docs/results.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings:
+class Ceilings(RunsAnywhere):
     """Copy and triad of bf16 tensors far larger than the cache; a product of random square matrices."""
 
     name: str = "ceilings"
     estimate_s: float = 7.0
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         speeds = ceilings(place.device, place.pick(30, 2))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.gpu.timeline import timeline_of
 from ops.shards import ARRAYS
 from ops.units import GIB
@@ -19,14 +19,11 @@ STATE_BYTES = 4 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotCopies:
+class SnapshotCopies(RunsAnywhere):
     """Seconds of the copy, of compute, and of compute with the copy beside it."""
 
     name: str = "copies"
     estimate_s: float = 12.0
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         cuda = place.device.type == "cuda"

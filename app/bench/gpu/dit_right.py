@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere, relative_error
 from app.bench.gpu.models import (
     HUNYUAN15_8B,
     HUNYUAN_13B,
@@ -33,7 +33,7 @@ LAYERS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiTCheck:
+class DiTCheck(RunsAnywhere):
     """A stack of blocks of one family."""
 
     family: str
@@ -44,9 +44,6 @@ class DiTCheck:
     @property
     def name(self) -> str:
         return f"dit-right.{self.family}"
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = place.pick(with_layers(self.config, LAYERS), small(self.config, 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere, relative_error
 from app.bench.timing import Timing
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
@@ -23,14 +23,11 @@ _ERROR = 1e-3  # of weights in bf16 after some updates, few of which round the o
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostUpdate:
+class HostUpdate(RunsAnywhere):
     """Billions of weights a second of the end of a step, the copies over PCIe included."""
 
     name: str = "update.host"
     estimate_s: float = 25.0
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         count, cores = place.pick(WEIGHTS, 1 << 12), max(1, usable_cores() // 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.gpu.node_peers import NodePeers
 from app.bench.gpu.processes import PATIENCE_S, answers_of
 from ops.comm.groups import Groups
@@ -30,14 +30,11 @@ MODULUS = 64  # small whole numbers: sums in fp32 are exact, whatever their orde
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OneSidedAddition:
+class OneSidedAddition(RunsAnywhere):
     """Checks that both find the exact sum of both in their half, in two generations, and measures how fast they add."""
 
     name: str = "ipc"
     estimate_s: float = 12.0
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         elements = place.pick(ELEMENTS, SMALL_ELEMENTS)

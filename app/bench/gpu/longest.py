@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.gpu.models import WAN_14B, PackedCall
 from app.bench.gpu.train_step import AS_TRAINED, fused_ops, make_trained, step_config, step_over
 from ops.models.base.config import DiTConfig
@@ -27,7 +27,7 @@ ROOM = 0.7  # of the free memory; the ops without fusion keep more for the backw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LongestSequence:
+class LongestSequence(RunsAnywhere):
     """Seconds of a step of the published length, and the longest one before memory runs out."""
 
     fused: bool
@@ -36,9 +36,6 @@ class LongestSequence:
     @property
     def name(self) -> str:
         return f"longest.wan-14b.{'fused' if self.fused else 'unfused'}"
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         settings = replace(AS_TRAINED, fused=self.fused)

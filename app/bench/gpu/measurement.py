@@ -94,6 +94,15 @@ class Measurement(Protocol):
         ...
 
 
+class RunsAnywhere:
+    """A measurement that no place has to leave out."""
+
+    __slots__ = ()
+
+    def why_not(self, place: Place) -> str | None:
+        return None
+
+
 def expected_seconds(measurement: Measurement, place: Place, times_slower: float) -> float:
     """The seconds that are compared with the time left, on a device that is `times_slower` than an H200."""
     return place.pick(measurement.estimate_s * times_slower, REHEARSAL_SECONDS)

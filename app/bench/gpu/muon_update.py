@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere, relative_error
 from app.bench.gpu.models import WAN_14B, small
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
@@ -25,14 +25,11 @@ _VALUES = (0.6, 1.3)  # between which singular values end; 0.7 and 1.2 without r
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MuonUpdate:
+class MuonUpdate(RunsAnywhere):
     """Seconds of both, the rate of the steps between, and the error."""
 
     name: str = "update.muon"
     estimate_s: float = 15.0
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = place.pick(WAN_14B, small(WAN_14B, 1))

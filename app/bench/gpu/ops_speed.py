@@ -10,7 +10,7 @@ import torch
 
 from app.bench.gpu.ceilings import copy_speed
 from app.bench.gpu.kernels_right import triton_only
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results
@@ -26,7 +26,7 @@ REPEATS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpsSpeed:
+class OpsSpeed(RunsAnywhere):
     """One op at one width and length in all its layouts. Shares need the copy ceiling, gains the eager code.
 
     The ceiling is a copy of gigabytes. A launch of the op's size reaches less, whatever it does, because it starts and
@@ -41,9 +41,6 @@ class OpsSpeed:
     @property
     def name(self) -> str:
         return f"ops.{self.op.replace(', ', '-')}.d{self.width}.n{self.tokens}"
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         op = next(one for one in contests(liger=False) if one.name == self.op)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig, ProdigyConfig
 from ops.update.sync import FlatSync
@@ -24,14 +24,11 @@ _CONFIGS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProdigyUpdate:
+class ProdigyUpdate(RunsAnywhere):
     """Billions of weights a second of both, and the error of d."""
 
     name: str = "update.prodigy"
     estimate_s: float = 10.0
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         figures: dict[str, float | int] = {}

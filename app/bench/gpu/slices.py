@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.scalefusion_ranks import BenchBlock
 
 RANKS = 16  # two machines of eight
@@ -27,7 +27,7 @@ LayerPart = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SliceOverhead:
+class SliceOverhead(RunsAnywhere):
     """A spatial layer over a rank's frames, or a temporal one over its positions."""
 
     kind: Literal["spatial", "temporal"]
@@ -42,9 +42,6 @@ class SliceOverhead:
         """(rows of the rank that has most, length of each)."""
         rows, length = (FRAMES, POSITIONS) if self.kind == "spatial" else (POSITIONS, FRAMES)
         return -(-rows // RANKS), length
-
-    def why_not(self, place: Place) -> str | None:
-        return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         rows, length = place.pick(self.shape, (4, 6))
