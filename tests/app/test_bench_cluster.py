@@ -23,7 +23,7 @@ from actors.planning.make_plan import make_plan
 from app.bench.cluster.command import disturbances, run, sizes_of
 from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures, ddp_of
 from app.bench.cluster.figures import Aftermath, ClusterFigures, VirtualRunFailed, check_steps
-from app.bench.cluster.handles import VirtualKeeper
+from app.bench.cluster.handles import NodeHandle
 from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
 from app.bench.cluster.page import html
@@ -131,7 +131,7 @@ def test_a_worker_runs_calls_in_their_order_and_refuses_a_step_that_it_has_not_r
         host = Host(0, scaled_profile(200.0), replace(FAST, load_s=0.0, restore_s=0.0), Deaf())
         await host.know([Here(host)])
         await host.add("w0", "n0000")
-        keeper: Any = VirtualKeeper("n0000", host)  # type: ignore[arg-type]
+        keeper: Any = NodeHandle("keeper", "n0000", host)  # type: ignore[arg-type]
         form = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=Origin(step=4), home=keeper, nodes=(0,))
         finish = FinishTask(generation=1, step=0, export=False, cascades=(), weight=0.0)
         late = asyncio.ensure_future(host.call("w0", "me", 1, "finish_step", [finish]))  # before the call it follows

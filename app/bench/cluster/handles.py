@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Concatenate, Generic, Protocol, TypeVar
+from typing import Literal, Protocol
 
-from actors.held_state import HeldShard, Snapshot
-from actors.letters import CommitCall, KeeperCall, Letter, NodeAnswer
-from actors.messages import PublishedResult, WorkerInfo
+from actors.held_state import HeldShard
+from actors.messages import WorkerInfo
 from actors.refs import Method, Ref
 from app.bench.cluster.worker import MeetingKey
-
-R = TypeVar("R")
 
 
 class HostHandle(Protocol):
@@ -24,13 +21,7 @@ class HostHandle(Protocol):
     @property
     def call(self) -> Method[[str, str, int, str, Sequence[object]], object]: ...
     @property
-    def relay_step(self) -> Method[[str, Letter], NodeAnswer]: ...
-    @property
-    def relay_deliver(self) -> Method[[str, Sequence[Letter]], NodeAnswer]: ...
-    @property
-    def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
-    @property
-    def relay_here(self) -> Method[[str], None]: ...
+    def relay(self) -> Method[[str, str, Sequence[object]], object]: ...
     @property
     def end_relay(self) -> Method[[str], None]: ...
     @property
@@ -40,17 +31,9 @@ class HostHandle(Protocol):
     @property
     def together(self) -> Method[[MeetingKey, int, int, float], float]: ...
     @property
+    def keeper(self) -> Method[[str, str, Sequence[object]], object]: ...
+    @property
     def inventory(self) -> Method[[], dict[str, list[HeldShard]]]: ...
-    @property
-    def relay_hold(self) -> Method[[str, Sequence[KeeperCall]], bool]: ...
-    @property
-    def relay_commit(self) -> Method[[str, CommitCall], list[str]]: ...
-    @property
-    def keep(self) -> Method[[str, Sequence[Snapshot]], bool]: ...
-    @property
-    def copy(self) -> Method[[str, Sequence[tuple[Snapshot, VirtualKeeper]]], bool]: ...
-    @property
-    def committed(self) -> Method[[str, int, int, object, object], None]: ...
     @property
     def begin(self) -> Method[[int], None]: ...
 
@@ -65,64 +48,29 @@ def host_of(node: str, hosts: Sequence[HostHandle]) -> HostHandle:
     return hosts[node_number(node) % len(hosts)]
 
 
-class VirtualRelay:
-    """Looks like `actors.letters.RelayHandle`: the relay of a node, which is in the process of its workers."""
+class NodeHandle:
+    """Looks like `actors.letters.RelayHandle`, or like `actors.state.keeper.KeeperHandle`: the relay of a node, or its
+    keeper, which are in the process of its workers."""
 
-    def __init__(self, node: str, host: HostHandle) -> None:
-        self._node, self.host = node, host
+    def __init__(self, kind: Literal["relay", "keeper"], node: str, host: HostHandle) -> None:
+        self._kind, self._node, self._host = kind, node, host
 
-    @property
-    def step(self) -> OfNode[NodeAnswer]:
-        return OfNode(self._node, self.host.relay_step)
-
-    @property
-    def deliver(self) -> OfNode[NodeAnswer]:
-        return OfNode(self._node, self.host.relay_deliver)
-
-    @property
-    def published(self) -> OfNode[list[PublishedResult]]:
-        return OfNode(self._node, self.host.relay_published)
-
-    @property
-    def hold(self) -> OfNode[bool]:
-        return OfNode(self._node, self.host.relay_hold)
-
-    @property
-    def commit(self) -> OfNode[list[str]]:
-        return OfNode(self._node, self.host.relay_commit)
-
-    @property
-    def here(self) -> OfNode[None]:
-        return OfNode(self._node, self.host.relay_here)
+    def __getattr__(self, method: str) -> NodeCall:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return NodeCall(self._host.relay if self._kind == "relay" else self._host.keeper, self._node, method)
 
 
-class OfNode(Generic[R]):
-    """A method of a host that wants the name of a node first."""
+class NodeCall:
+    """A method of a `NodeHandle`, by the protocol of `actors.refs.Method`."""
 
-    def __init__(self, node: str, method: Method[Concatenate[str, ...], R]) -> None:
-        self._node, self._method = node, method
+    __slots__ = ("_method", "_node", "_of_host")
 
-    def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode[R]:
-        return OfNode(self._node, self._method.options(name=name)) if name else self
+    def __init__(self, of_host: Method[[str, str, Sequence[object]], object], node: str, method: str) -> None:
+        self._of_host, self._node, self._method = of_host, node, method
 
-    def remote(self, *arguments: object) -> Ref[R]:
-        return self._method.remote(self._node, *arguments)
+    def options(self, *, name: str = "", concurrency_group: str = "") -> NodeCall:
+        return NodeCall(self._of_host.options(name=name), self._node, self._method) if name else self
 
-
-class VirtualKeeper:
-    """The keeper of a node."""
-
-    def __init__(self, node: str, host: HostHandle) -> None:
-        self.node, self._host = node, host
-
-    @property
-    def put(self) -> OfNode[bool]:
-        return OfNode(self.node, self._host.keep)
-
-    @property
-    def hold(self) -> OfNode[bool]:
-        return OfNode(self.node, self._host.copy)
-
-    @property
-    def commit(self) -> OfNode[None]:
-        return OfNode(self.node, self._host.committed)
+    def remote(self, *arguments: object) -> Ref[object]:
+        return self._of_host.remote(self._node, self._method, arguments)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from ray.exceptions import ActorDiedError
 
 from actors.held_state import HeldShard, Snapshot
-from actors.letters import CommitCall, KeeperCall, Letter, NodeAnswer, RelayHandle
-from actors.messages import PublishedResult, WorkerInfo
+from actors.letters import RelayHandle
+from actors.messages import WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
 from actors.run.relay import Relay
-from app.bench.cluster.handles import HostHandle, VirtualKeeper, VirtualRelay, host_of
+from app.bench.cluster.handles import HostHandle, NodeHandle, host_of
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
@@ -81,6 +81,28 @@ class Meetings:
             place.failed = place.failed or str(error).strip().rpartition("\n")[2] or type(error).__name__
 
 
+class VirtualKeeper:
+    """The keeper of a node, which has a shard at once."""
+
+    def __init__(self) -> None:
+        self.held: list[HeldShard] = []
+
+    def put(self, shards: Sequence[Snapshot]) -> bool:
+        self.held += [
+            HeldShard(step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0)
+            for one in shards
+        ]
+        return True
+
+    def hold(self, shards: Sequence[tuple[Snapshot, object]]) -> bool:
+        """Copy shards from others."""
+        return self.put([shard for shard, _ in shards])
+
+    def commit(self, generation: int, step: int, position: object, pinned: object) -> None:
+        """Let go of what is older than this step."""
+        self.held = [held for held in self.held if held.step >= step]
+
+
 class Host:
     """Plain class; `app.bench.cluster.parts` makes the actor of it."""
 
@@ -93,7 +115,7 @@ class Host:
         self._meetings = Meetings()
         self._relays: dict[str, Relay] = {}  # by node
         self._relays_gone: dict[str, asyncio.Event] = {}
-        self._kept: dict[str, list[HeldShard]] = {}  # by node of the keeper
+        self._keepers: dict[str, VirtualKeeper] = {}  # by node
         self._local: dict[int, set[int]] = {}  # ranks that are here, by generation
 
     async def know(self, hosts: Sequence[HostHandle]) -> None:
@@ -121,17 +143,15 @@ class Host:
             if (worker := self._workers.pop(name, None)) is not None:
                 worker.die()
 
-    async def relay_step(self, node: str, letter: Letter) -> NodeAnswer:
-        """A letter to the relay of a node, which dies with it."""
-        return await self._while_it_lives(node, self._relay(node).step(letter))
-
-    async def relay_deliver(self, node: str, letters: Sequence[Letter]) -> NodeAnswer:
-        """Letters to the relay of a node for a group of them."""
-        return await self._while_it_lives(node, self._relay(node).deliver(letters))
-
-    async def _while_it_lives(self, node: str, work: Coroutine[object, object, NodeAnswer]) -> NodeAnswer:
+    async def relay(self, node: str, method: str, arguments: Sequence[object]) -> object:
+        """Call the relay of a node, which dies with it."""
         gone = self._relays_gone.setdefault(node, asyncio.Event())
-        working, lost = asyncio.ensure_future(work), asyncio.ensure_future(gone.wait())
+        if gone.is_set():
+            raise ActorDiedError()
+        if node not in self._relays:
+            self._relays[node] = Relay(self._relay_of)
+        working = asyncio.ensure_future(getattr(self._relays[node], method)(*arguments))
+        lost = asyncio.ensure_future(gone.wait())
         await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not working.done():
@@ -139,37 +159,14 @@ class Host:
             raise ActorDiedError()
         return working.result()
 
-    async def relay_published(self, node: str, generation: int, cascade: str) -> list[PublishedResult]:
-        """What an encode of a letter to this node leaves for others."""
-        return await self._relay(node).published(generation, cascade)
-
-    async def relay_hold(self, node: str, calls: Sequence[KeeperCall]) -> bool:
-        """Keepers are called by this node's relay."""
-        return await self._relay(node).hold(calls)
-
-    async def relay_commit(self, node: str, call: CommitCall) -> list[str]:
-        """Keepers hear of a commit by this node's relay."""
-        return await self._relay(node).commit(call)
-
-    async def relay_here(self, node: str) -> None:
-        """A sign of life of this node's relay."""
-        await self._relay(node).here()
-
     async def end_relay(self, node: str) -> None:
         """The process of a node's relay is gone."""
         self._relays.pop(node, None)
         self._relays_gone.setdefault(node, asyncio.Event()).set()
 
-    def _relay(self, node: str) -> Relay:
-        if (gone := self._relays_gone.get(node)) is not None and gone.is_set():
-            raise ActorDiedError()
-        if node not in self._relays:
-            self._relays[node] = Relay(self._relay_of)
-        return self._relays[node]
-
     def _relay_of(self, node: str) -> RelayHandle:
         """The relay of another node, whose address is its name."""
-        return cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts)))
+        return cast(RelayHandle, NodeHandle("relay", node, host_of(node, self._hosts)))
 
     async def closed(self, generation: int) -> None:
         """A member of this generation is gone: its connections to the others are closed."""
@@ -181,24 +178,17 @@ class Host:
 
     async def inventory(self) -> dict[str, list[HeldShard]]:
         """What the keepers of this host's nodes hold, by node."""
-        return {node: list(held) for node, held in self._kept.items()}
+        return {node: list(keeper.held) for node, keeper in self._keepers.items()}
 
-    async def keep(self, node: str, shards: Sequence[Snapshot]) -> bool:
-        """The keeper of this node takes shards."""
-        self._kept.setdefault(node, []).extend(map(_held, shards))
-        return True
-
-    async def copy(self, node: str, shards: Sequence[tuple[Snapshot, VirtualKeeper]]) -> bool:
-        """The keeper of this node copies shards from others."""
-        return await self.keep(node, [shard for shard, _ in shards])
-
-    async def committed(self, node: str, generation: int, step: int, position: object, pinned: object) -> None:
-        """The keeper of this node lets go of what is older than this step."""
-        self._kept[node] = [held for held in self._kept.get(node, ()) if held.step >= step]
+    async def keeper(self, node: str, method: str, arguments: Sequence[object]) -> object:
+        """Call the keeper of a node."""
+        answer: object = getattr(self._keepers.setdefault(node, VirtualKeeper()), method)(*arguments)
+        return answer
 
     async def begin(self, step: int) -> None:
         """Training goes on after this step: others are let go."""
-        self._kept = {node: [h for h in held if h.step == step] for node, held in self._kept.items()}
+        for keeper in self._keepers.values():
+            keeper.held = [held for held in keeper.held if held.step == step]
 
     # -- for its workers -----------------------------------------------------------------------------------------------
 
@@ -233,7 +223,3 @@ class Host:
             except Exception as error:  # the monitor is being started again
                 log.debug("heartbeat of %s not delivered: %r", worker.name, error)
             await asyncio.sleep(self.physics.heartbeat_s)
-
-
-def _held(one: Snapshot) -> HeldShard:
-    return HeldShard(step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0)

@@ -44,7 +44,7 @@ from actors.state.keeper_fleet import Base, Keepers
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
-from app.bench.cluster.handles import HostHandle, VirtualKeeper, VirtualRelay, host_of
+from app.bench.cluster.handles import HostHandle, NodeHandle, host_of
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
 
@@ -133,7 +133,7 @@ class VirtualPool(Pool):
 
     def relay_of(self, node: str) -> NodeRelay:
         """A relay on this node, in the process of its workers."""
-        return NodeRelay(address=node, handle=cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts))))
+        return NodeRelay(address=node, handle=cast(RelayHandle, NodeHandle("relay", node, host_of(node, self._hosts))))
 
     def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
         for name, node in zip(names, self._machines.rooms(), strict=False):  # who finds none is asked for again
@@ -210,7 +210,7 @@ class VirtualKeepers(Keepers):
         """They end with their hosts."""
 
     def _keeper(self, node: str) -> KeeperHandle:
-        return cast(KeeperHandle, VirtualKeeper(node, host_of(node, self._hosts)))
+        return cast(KeeperHandle, NodeHandle("keeper", node, host_of(node, self._hosts)))
 
 
 class VirtualWriter(Writer):
