@@ -26,7 +26,7 @@ from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.memory import PEER_GIB
 from actors.planning.options import profile_of
 from actors.run.communicators import Communicators
-from app.bench.planner import CONFIGS
+from app.bench.planner import CONFIGS, PROFILE
 from app.inputs.items import batches_of, items_from_buckets
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
@@ -113,7 +113,7 @@ def profile_of_run(config: str) -> Profile:
     """What a run of this model on H100s plans with before it has measured anything, its degrees among it."""
     model = RunConfig.load(CONFIGS / "models" / f"{config}.yaml", ["run.name=bench"]).model
     profile = profile_of(PlannerConfig(), model, Geometry(), "H100")
-    profile.cross_node = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json").cross_node
+    profile.cross_node = read_profile(PROFILE).cross_node
     return profile
 
 

@@ -8,7 +8,6 @@ that none of its workers holds.
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import replace
 from typing import Annotated
@@ -23,7 +22,7 @@ from actors.plan.schedule.figures import assemble
 from actors.plan.schedule.problem import Mapper, PlanOptions, Problem
 from actors.plan.strategies.cascade import plan_horizon
 from actors.plan.types import Cluster, Item
-from app.bench.planner import CONFIGS
+from app.bench.planner import PROFILE, published_set
 
 MAPPERS = {
     "all rules": Mapper(),
@@ -41,13 +40,11 @@ def run(
     every: Annotated[int, typer.Option(help="Plan one step of every N.", min=1)] = 1,
 ) -> None:
     """Mean seconds of a single step by set and mapper."""
-    profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
+    profile = read_profile(PROFILE)
     profile.handoff = Handoff(latency_s=handoff)
     print(f"| set | {' | '.join(MAPPERS)} |\n|---|{'---|' * len(MAPPERS)}")
     for name in SETS:
-        data = json.loads((CONFIGS / "bench" / f"{name}.json").read_text())
-        steps = [[Item(**entry) for entry in step] for step in data["steps"]][::every]
-        cluster = Cluster.parse(data["cluster"])
+        steps, cluster = published_set(name, every)
         means = [mean_step_s(steps, profile, cluster, mapper, budget) for mapper in MAPPERS.values()]
         print(f"| {name} | {' | '.join(f'{seconds:.2f}' for seconds in means)} |", flush=True)
 

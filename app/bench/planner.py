@@ -14,6 +14,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -32,12 +34,14 @@ from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.options import LEAST_GAIN
 from actors.run.dispatch import end_of
 from actors.run.steps import early_encodes
+from app.inputs.workload import read_workload
 from ops.code_path import ROOT
 from ops.geometry import Geometry
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.typed import ConfigError
 
 CONFIGS = ROOT / "configs"
+PROFILE = CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json"  # latencies that Arachne has published
 WIDTH = 3072  # FLUX and HunyuanVideo
 LOOKAHEAD = 2  # steps whose encodes may run early in a rolling sequence
 
@@ -72,7 +76,7 @@ def run(
     ] = 0.0,
 ) -> None:
     """Plan the published workloads and print published, must, aim and ours for every figure."""
-    profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
+    profile = read_profile(PROFILE)
     profile.handoff = Handoff(latency_s=handoff)
     chosen = [name.strip() for name in sets.split(",") if name.strip()]
     if unknown := sorted(set(chosen) - set(SETS)):
@@ -84,6 +88,17 @@ def run(
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         print(row.markdown())
+
+
+def set_file(name: str) -> Path:
+    """A published workload, and what published planners made of it."""
+    return CONFIGS / "bench" / f"{name}.json"
+
+
+def published_set(name: str, every: int = 1) -> tuple[list[list[Item]], Cluster]:
+    """One step of every N of a published workload, and its cluster."""
+    known = read_workload(set_file(name))
+    return [list(step) for step in known.steps[::every]], Cluster.parse(known.cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +132,9 @@ def _arachne(profile: Profile, quick: bool, counted: bool, sets: Sequence[str], 
     for name in sets:
         targets = SETS[name]
         options = PlanOptions(budget_s=targets.budget_s, counted=counted)
-        data = json.loads((CONFIGS / "bench" / f"{name}.json").read_text())
-        steps = [[Item(**entry) for entry in step] for step in data["steps"]][:: 3 if quick else 1]
-        published = data["published"][:: 3 if quick else 1]
-        cluster = Cluster.parse(data["cluster"])
+        every = 3 if quick else 1
+        steps, cluster = published_set(name, every)
+        published = json.loads(set_file(name).read_text())["published"][::every]
         singles = [_plan([step], profile, cluster, options).steps[0] for step in steps]
         reference = statistics.fmean(
             next(entry[planner] for planner in ("genetic", "flex_sp", "megatron-lm") if planner in entry)["makespan_s"]

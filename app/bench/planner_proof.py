@@ -13,7 +13,6 @@ it takes at best. Every legal plan of whole batches is a plan of the pool, whate
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,10 +20,8 @@ from dataclasses import replace
 
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.problem import PlanOptions, Problem
-from actors.plan.types import Cluster, Item
-from ops.code_path import ROOT
+from app.bench.planner import PROFILE, published_set
 
-CONFIGS = ROOT / "configs"
 TICK_S = 0.01  # durations are rounded down to it, so the bound holds
 
 
@@ -78,12 +75,10 @@ def rolling_proof(areas: Sequence[float], dits: Sequence[float]) -> float:
 def main(name: str, seconds: float, rolling: bool) -> None:
     """Print the bound of every step of a published workload, and their mean; of consecutive steps what follows for
     them."""
-    profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
-    data = json.loads((CONFIGS / "bench" / f"{name}.json").read_text())
+    profile, options = read_profile(PROFILE), PlanOptions(split=False)
+    steps, cluster = published_set(name)
     bounds, areas = [], []
-    for number, entries in enumerate(data["steps"]):
-        step = [Item(**entry) for entry in entries]
-        cluster, options = Cluster.parse(data["cluster"]), PlanOptions(split=False)
+    for number, step in enumerate(steps):
         whole = Problem([step], profile, cluster, options)
         areas.append(sum(job.area for job in whole.jobs()) / cluster.num_workers)
         encoded = [replace(item, cached=("vae",)) for item in step]

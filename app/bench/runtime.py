@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,12 +27,9 @@ import numpy as np
 import torch
 import typer
 
-from actors.feed.pulse import AnsweringActor
 from actors.messages import CascadeTask, SampleId
-from actors.plan.costs.profile_json import read_profile
-from actors.plan.types import Item
 from actors.ray_calls import put
-from actors.step import DrawnItem, Position, StepBatches
+from actors.step import StepBatches
 from actors.worker.encoding import Encoding
 from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
@@ -40,21 +37,18 @@ from actors.worker.loading import Modules
 from actors.worker.measure import CascadeMeasure
 from actors.worker.worker import Worker
 from app.bench import host_memory, memory
+from app.bench.cluster.parts import VirtualFeeder
+from app.bench.cluster.setups import WORKLOAD, scaled_profile
 from app.bench.lab import Lab
 from app.bench.markdown import markdown_table
-from app.inputs.workload import drawn_items
+from app.inputs.workload import read_workload
 from app.settings.out_files import check_writable
 from data.types import Batch
-from ops.code_path import ROOT
 from ops.counted import counted
 from ops.update.sync import FlatSync
 
 if TYPE_CHECKING:
     from ray._private.node import Node
-
-PROFILE = ROOT / "configs/profiles/hunyuan-13b-720p-h100.json"
-WORKLOAD = ROOT / "configs/bench/A-16gpu.json"
-TEXT_S = 0.2  # the profile has no text encoder
 
 
 class TimedExecutor(Executor):
@@ -107,17 +101,8 @@ class TimedWorker(Worker):
         return TimedEncoding(self.executor)
 
 
-class WorkloadFeeder(AnsweringActor):
+class WorkloadFeeder(VirtualFeeder):
     """Hands out the items of a workload file; the pixels are one byte."""
-
-    def __init__(self, steps: list[list[Item]]) -> None:
-        self._steps = steps
-
-    def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
-        return {"steps": len(self._steps)}
-
-    def items(self, step: int) -> tuple[DrawnItem, ...]:
-        return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         references = tuple(
@@ -133,15 +118,6 @@ class WorkloadFeeder(AnsweringActor):
             for i in self._steps[step]
         )
         return StepBatches(references=references, position=self.token(step + 1))
-
-    def release(self, step: int) -> None:
-        return None
-
-    def ledger(self) -> dict[str, int]:
-        return {}
-
-    def token(self, step: int) -> Position:
-        return {"step": step}
 
 
 def run(
@@ -202,7 +178,8 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float, lookahead: int) -> 
     from actors.feed.step_source import actor_factory
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
-    items = _workload(steps)
+    drawn = read_workload(WORKLOAD).steps[:steps]
+    items = [[replace(item, id=f"s{number}.{item.id}") for item in step] for number, step in enumerate(drawn)]
     config = lab.config(
         "timed",
         train={"steps": len(items)},
@@ -213,7 +190,7 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float, lookahead: int) -> 
     )
     run = lab.start(
         config,
-        profile=read_profile(_profile(items, speed)),
+        profile=scaled_profile(speed),
         worker_class=TimedWorker,
         feeder=actor_factory(WorkloadFeeder, items),
     )
@@ -242,25 +219,6 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float, lookahead: int) -> 
 def _remove(lab: Lab, node: Node) -> None:
     lab.cluster.remove_node(node, allow_graceful=True)
     lab.nodes.remove(node)
-
-
-def _workload(steps: int) -> list[list[Item]]:
-    """Items of the published workload, one list per step, ids unique in the run."""
-    listed = json.loads(WORKLOAD.read_text())["steps"][:steps]
-    fields = ("batch", "frames", "height", "width", "text_tokens")
-    return [[Item(id=f"s{t}.{i['id']}", **{f: i[f] for f in fields}) for i in step] for t, step in enumerate(listed)]
-
-
-def _profile(steps: list[list[Item]], speed: float) -> Mapping[str, object]:
-    """The H100 profile in time that runs `speed` times as fast, and a short text encode for every item."""
-    profile = json.loads(PROFILE.read_text())
-    shapes = {(i.batch, i.frames, i.height, i.width) for step in steps for i in step}
-    texts = [
-        {"module": "text", "batch": b, "frames": f, "height": h, "width": w, "degree": 1, "seconds": TEXT_S / speed}
-        for b, f, h, w in sorted(shapes)
-    ]
-    latency = [point | {"seconds": point["seconds"] / speed} for point in profile["latency"]]
-    return {**profile, "latency": latency + texts, "degrees": {**profile["degrees"], "text": [1]}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

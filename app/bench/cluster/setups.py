@@ -12,15 +12,13 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Cluster, Item
 from app.bench.cluster.physics import Physics
+from app.bench.planner import PROFILE, set_file
 from app.inputs.workload import read_workload
 from data.config import DataConfig, SourceConfig
-from ops.code_path import ROOT
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
 
-CONFIGS = ROOT / "configs"
-PROFILE = CONFIGS / "profiles/hunyuan-13b-720p-h100.json"
-WORKLOAD = CONFIGS / "bench/A-16gpu.json"
+WORKLOAD = set_file("A-16gpu")
 RELAY_FROM = 128
 TEXT_S = 0.2  # of a text encode, which the profile does not have
 GPUS_OF_AN_ITEM = 4  # the workload has four items for 16 GPUs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -19,14 +18,12 @@ from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
 from app.bench.mapper import mean_step_s
 from app.bench.papers.figure import Reproduce, Reproduction
-from ops.code_path import ROOT
+from app.bench.planner import PROFILE, published_set
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.wan.config import WanConfig
 
-CONFIGS = ROOT / "configs"
-PROFILE = CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json"
 STATIC = PlanOptions(strategy="static", static_degree=4)  # DP4 x SP4, as theirs
 FLEXSP = PlanOptions(strategy="flexsp")
 BUDGET_S = 0.2
@@ -38,9 +35,7 @@ def h100() -> Profile:
 
 
 def workload(name: str, quick: bool = False) -> tuple[list[list[Item]], Cluster]:
-    data = json.loads((CONFIGS / "bench" / f"{name}.json").read_text())
-    steps = [[Item(**entry) for entry in step] for step in data["steps"]]
-    return steps[:: 3 if quick else 1], Cluster.parse(data["cluster"])
+    return published_set(name, 3 if quick else 1)
 
 
 def cascade(quick: bool) -> PlanOptions:
