@@ -361,38 +361,48 @@ STAGE_2 = {
 }
 
 
+STAGE_2_TEXT = 512  # tokens of a sample's text
+
+
+def stage2_tokens(frames: int, pixels: int) -> int:
+    """Tokens of one sample of a bucket."""
+    return STAGE_2_TEXT + Geometry().tokens(frames, pixels, pixels)
+
+
+def work(tokens: int) -> float:
+    """FLOPs of a block for a sequence, but for a factor."""
+    return tokens * (1 + tokens / (6 * WIDTH))
+
+
+@cache
+def stage2_limits() -> tuple[int, float]:
+    """Tokens of the largest batch of the published table, and the work of the longest sample alone."""
+    batches = [(stage2_tokens(frames, pixels), size) for pixels, table in STAGE_2.items() for frames, size in table]
+    return max(tokens * size for tokens, size in batches), max(work(tokens) for tokens, _ in batches)
+
+
+def dual_batch(tokens: int) -> int:
+    """Samples of a bucket by the dual constraint: as many as both limits allow."""
+    memory, compute = stage2_limits()
+    return max(1, min(memory // tokens, int(compute / work(tokens))))
+
+
 def stage2_items(count: int, seed: int) -> list[Item]:
-    """Items of buckets drawn uniformly, sized by the dual constraint: the published table's largest B S as memory, the
-    work of the largest single video as compute (work S (1 + S / 6h))."""
-    geometry = Geometry()
-    shapes = [(frames, pixels, pixels, batch) for pixels, table in STAGE_2.items() for frames, batch in table]
-
-    def length(frames: int, height: int, width: int) -> int:
-        return 512 + geometry.tokens(frames, height, width)
-
-    def work(tokens: int) -> float:
-        return tokens * (1 + tokens / (6 * WIDTH))
-
-    memory = max(batch * length(f, h, w) for f, h, w, batch in shapes)
-    compute = max(work(length(f, h, w)) for f, h, w, _ in shapes)
+    """Items of buckets drawn uniformly."""
     source = random.Random(seed)
-    items = []
-    for number in range(count):
-        frames, height, width, _ = source.choice(shapes)
-        tokens = length(frames, height, width)
-        batch = max(1, min(memory // tokens, int(compute / work(tokens))))
-        items.append(
-            Item(
-                id=f"i{number}",
-                batch=batch,
-                frames=frames,
-                height=height,
-                width=width,
-                text_tokens=512,
-                cached=("text", "vae"),
-            )
+    shapes = [(frames, pixels) for pixels, table in STAGE_2.items() for frames, _ in table]
+    return [
+        Item(
+            id=f"i{number}",
+            batch=dual_batch(stage2_tokens(frames, pixels)),
+            frames=frames,
+            height=pixels,
+            width=pixels,
+            text_tokens=STAGE_2_TEXT,
+            cached=("text", "vae"),
         )
-    return items
+        for number, (frames, pixels) in enumerate(source.choice(shapes) for _ in range(count))
+    ]
 
 
 def _open_sora(quick: bool) -> PlannerRow:

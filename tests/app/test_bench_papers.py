@@ -135,7 +135,7 @@ def test_mixtures_of_bags_take_every_gpu_once() -> None:
 
 
 def test_the_dual_constraint_bounds_memory_and_work() -> None:
-    memory, compute = adaptiveload.limits()
+    memory, compute = adaptiveload.stage2_limits()
     for tokens in adaptiveload.buckets():
         equal, dual = adaptiveload.batch(tokens, False), adaptiveload.batch(tokens, True)
         assert 1 <= dual <= equal and equal * tokens <= memory

@@ -18,10 +18,8 @@ from app.bench.gpu.measurement import Figure, Place
 from app.bench.papers.block import block_s
 from app.bench.papers.figure import Reproduce, Reproduction
 from app.bench.papers.losses import losses_by_batches
-from app.bench.planner import STAGE_2, WIDTH
-from ops.geometry import Geometry
+from app.bench.planner import STAGE_2, WIDTH, dual_batch, stage2_limits, stage2_tokens, work
 
-TEXT = 512
 STEPS, QUICK_STEPS = 150, 20
 LENGTHS = {"8k": 8192, "16k": 16384, "32k": 32768, "64k": 65536}
 HIDDEN = 5120  # of a 40-layer transformer of 14 B
@@ -30,31 +28,12 @@ HIDDEN = 5120  # of a 40-layer transformer of 14 B
 @cache
 def buckets() -> list[int]:
     """Tokens of one sample of every bucket."""
-    geometry = Geometry()
-    return [TEXT + geometry.tokens(frames, pixels, pixels) for pixels, table in STAGE_2.items() for frames, _ in table]
-
-
-def work(tokens: int) -> float:
-    return tokens * (1 + tokens / (6 * WIDTH))
-
-
-@cache
-def limits() -> tuple[int, float]:
-    """Tokens that Open-Sora's own largest batch has, and the work of the longest sample alone."""
-    geometry = Geometry()
-    own = [
-        size * (TEXT + geometry.tokens(frames, pixels, pixels))
-        for pixels, table in STAGE_2.items()
-        for frames, size in table
-    ]
-    return max(own), work(max(buckets()))
+    return [stage2_tokens(frames, pixels) for pixels, table in STAGE_2.items() for frames, _ in table]
 
 
 def batch(tokens: int, dual: bool) -> int:
     """Samples of a bucket: as many as memory holds; with `dual` not more work than the longest sample has, either."""
-    memory, compute = limits()
-    by_memory = memory // tokens
-    return max(1, min(by_memory, int(compute / work(tokens))) if dual else by_memory)
+    return dual_batch(tokens) if dual else max(1, stage2_limits()[0] // tokens)
 
 
 @cache
