@@ -261,7 +261,7 @@ def figures(cpu: float, losses: tuple[float, ...] = (1.0, 0.5)) -> PeerFigures:
 
 def test_ratios_are_taken_within_a_round() -> None:
     rounds = {"ddp": [figures(4.0), figures(8.0), figures(5.0)], "heddle": [figures(5.0), figures(8.0), figures(5.0)]}
-    text = table("two workers", rounds, "ddp", {"ddp": 46, "heddle": None})
+    text = table("two workers", rounds, {"ddp": 46, "heddle": None})
     assert "1.000 (0.80, 1.00, 1.00)" in text
     assert "| 46 lines | - |" in text
 
@@ -311,10 +311,10 @@ def test_what_a_process_computes_goes_to_what_it_does_and_waiting_is_no_role() -
 
 def test_other_losses_are_marked() -> None:
     rounds = {"ddp": [figures(4.0)], "off": [figures(4.0, (1.0, 0.50001))], "same": [figures(4.0, (1.0, 0.5000001))]}
-    rows = table("", rounds, "ddp", dict.fromkeys(rounds, 1)).splitlines()
+    rows = table("", rounds, dict.fromkeys(rounds, 1)).splitlines()
     assert rows[3].endswith("| 2e-05 ! |") and rows[4].endswith("| 2e-07 |")
-    assert not agree(rounds, "ddp")
-    assert agree({name: rounds[name] for name in ("ddp", "same")}, "ddp")
+    assert not agree(rounds)
+    assert agree({name: rounds[name] for name in ("ddp", "same")})
 
 
 def test_the_command_writes_a_page_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

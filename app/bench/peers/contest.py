@@ -32,6 +32,7 @@ import yaml
 
 from app.bench.page import command_of, facts_of
 from app.bench.peers.figures import (
+    REFERENCE,
     FinishedLine,
     LoopRun,
     PeerFigures,
@@ -56,7 +57,6 @@ SETS = {
     "uniform": ["17x64x96"],
     "mixed": ["1x64x96", "9x64x96", "17x64x96", "33x64x96"],
 }
-REFERENCE = "ddp"
 STRATEGIES = ("static", "cascade", "knapsack")
 LEFT = 2  # last steps that are not counted: nothing is decoded or encoded ahead of an end
 _CLIPS = 120
@@ -122,19 +122,19 @@ def run(
                 print(f"{name}, round {turn + 1} of {rounds}: {peer}", file=sys.stderr, flush=True)
                 seen = _trained(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
                 found[name][peer].append(figures_of(seen, samples, warm, LEFT))
-            print(table(f"{name}, {counted(workers, 'worker')}", found[name], REFERENCE, glue), end="\n\n", flush=True)
+            print(table(f"{name}, {counted(workers, 'worker')}", found[name], glue), end="\n\n", flush=True)
             print(roles_table(name, found[name]), end="\n\n", flush=True)
     for written in out or []:
         if written.suffix == ".html":
             options: list[tuple[str, object]] = [("--steps", steps), ("--warm", warm), ("--rounds", rounds)]
             options += [("--workers", workers), ("--peer", only), ("--config", None if config == CONFIG else config)]
             command = partial(_command, [*options, ("--out", written.name)])
-            page = html(found, REFERENCE, glue, command, facts_of(counted(workers, "worker")))
+            page = html(found, glue, command, facts_of(counted(workers, "worker")))
             written.write_text(page, encoding="utf-8")
         else:
             plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
             written.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
-    if not all(agree(of, REFERENCE) for of in found.values()):
+    if not all(agree(of) for of in found.values()):
         raise typer.Exit(1)
 
 

@@ -15,6 +15,7 @@ from statistics import median
 from app.bench.markdown import markdown_table
 from app.bench.tree import SERVICES, TreeLook
 
+REFERENCE = "ddp"  # that the others stand beside
 TRAINING = "training"  # the role of the processes that train
 SAME = 1e-5  # relative; losses of the same arithmetic in another order, fp32
 _LEAST_S = 0.005  # CPU seconds of a step, below which a role is not listed
@@ -53,6 +54,9 @@ class PeerFigures:
     idle: float  # share of a step in which the processes that train do not run; other programs on the machine add to it
     memory_mib: float  # the most private memory of all processes together
     losses: tuple[float, ...]
+
+
+Rounds = Mapping[str, Sequence[PeerFigures]]  # by the name of a peer
 
 
 def figures_of(run: LoopRun, samples: Sequence[int], warm: int, left: int) -> PeerFigures:
@@ -134,7 +138,7 @@ HEAD = (
     "s / step",
     "clips / s",
     "clips / CPU-s",
-    "of {reference}'s",
+    f"of {REFERENCE}'s",
     "CPU-s / step",
     "of them training",
     "Ray's services",
@@ -146,22 +150,17 @@ HEAD = (
 )
 
 
-def table(
-    title: str, rounds: Mapping[str, Sequence[PeerFigures]], reference: str, glue: Mapping[str, int | None]
-) -> str:
-    """Markdown: medians over the rounds of every peer. Ratios are medians of those within a round, to `reference`."""
-    head, rows = cells_of(rounds, reference, glue)
-    return markdown_table((title, *head), rows)
+def table(title: str, rounds: Rounds, glue: Mapping[str, int | None]) -> str:
+    """Markdown: medians over the rounds of every peer. Ratios are medians of those within a round."""
+    return markdown_table((title, *HEAD), rows_of(rounds, glue))
 
 
-def cells_of(
-    rounds: Mapping[str, Sequence[PeerFigures]], reference: str, glue: Mapping[str, int | None]
-) -> tuple[list[str], list[list[str]]]:
-    """The cells of `table`: names of its columns but for the first, and a row for each peer."""
+def rows_of(rounds: Rounds, glue: Mapping[str, int | None]) -> list[list[str]]:
+    """The rows of `table`."""
     rows = []
     for name, runs in rounds.items():
-        ratios = ratios_of(runs, rounds.get(reference, ()))
-        lost = max((difference(r.losses, rounds[reference][0].losses) for r in runs), default=math.nan)
+        ratios = ratios_of(name, rounds)
+        lost = max(difference(r.losses, rounds[REFERENCE][0].losses) for r in runs)
         rows.append(
             [
                 name,
@@ -176,13 +175,13 @@ def cells_of(
                 f"{median(r.memory_mib for r in runs) / 1024:.2f} GiB",
                 f"{median(r.start_s for r in runs):.0f} s",
                 "-" if glue[name] is None else f"{glue[name]} lines",
-                "-" if name == reference else f"{lost:.0e}" + ("" if lost <= SAME else " !"),
+                "-" if name == REFERENCE else f"{lost:.0e}" + ("" if lost <= SAME else " !"),
             ]
         )
-    return [words.format(reference=reference) for words in HEAD], rows
+    return rows
 
 
-def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]]) -> str:
+def roles_table(title: str, rounds: Rounds) -> str:
     """Markdown: CPU seconds of a step by what processes do, medians over the rounds; roles that take 5 ms of
     some peer, those that take most of any first."""
     taken = {
@@ -197,12 +196,13 @@ def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]]) -> str:
     return markdown_table((f"{title}, CPU-s / step", *rounds), rows)
 
 
-def agree(rounds: Mapping[str, Sequence[PeerFigures]], reference: str) -> bool:
+def agree(rounds: Rounds) -> bool:
     """Whether all losses are those of the reference."""
-    wanted = rounds[reference][0].losses
+    wanted = rounds[REFERENCE][0].losses
     return all(difference(run.losses, wanted) <= SAME for runs in rounds.values() for run in runs)
 
 
-def ratios_of(runs: Sequence[PeerFigures], reference: Sequence[PeerFigures]) -> list[float]:
-    """Clips per CPU-second beside those of the reference, round by round."""
-    return [own.samples_per_cpu_s / other.samples_per_cpu_s for own, other in zip(runs, reference, strict=True)]
+def ratios_of(peer: str, rounds: Rounds) -> list[float]:
+    """Clips per CPU-second of a peer beside those of the reference, round by round."""
+    pairs = zip(rounds[peer], rounds[REFERENCE], strict=True)
+    return [own.samples_per_cpu_s / other.samples_per_cpu_s for own, other in pairs]

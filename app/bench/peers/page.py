@@ -7,48 +7,41 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from app.bench.page import BLUE, GREY, document, folded, legend, section, tiles
-from app.bench.peers.figures import PeerFigures, agree, cells_of, ratios_of
+from app.bench.peers.figures import HEAD, REFERENCE, PeerFigures, Rounds, agree, ratios_of, rows_of
 from app.drawing.svg import BarRow, bars
 
 LEAD = (
     "The same model from the same weights on the same clips, in the same order, with the same noise, on this machine's "
     "workers. Grey is what users run today, blue is Heddle, with its planning and snapshots. Medians over the rounds."
 )
-Rounds = Mapping[str, Sequence[PeerFigures]]  # by the name of a peer
 
 
-def html(
-    found: Mapping[str, Rounds],
-    reference: str,
-    glue: Mapping[str, int | None],
-    command: Callable[[str], str],
-    facts: str,
-) -> str:
+def html(found: Mapping[str, Rounds], glue: Mapping[str, int | None], command: Callable[[str], str], facts: str) -> str:
     """One file, no external assets. `found` is by set of buckets, whose command line `command` has."""
-    parts = [tiles(_first(found, reference))]
-    parts += [_set(name, rounds, reference, glue, command(name)) for name, rounds in found.items()]
+    parts = [tiles(_first(found))]
+    parts += [_set(name, rounds, glue, command(name)) for name, rounds in found.items()]
     return document("Heddle beside other ways to train", facts, LEAD, parts)
 
 
-def _first(found: Mapping[str, Rounds], reference: str) -> list[tuple[str, str]]:
+def _first(found: Mapping[str, Rounds]) -> list[tuple[str, str]]:
     """What a reader takes away: the best of Heddle beside the reference on each set, and whether all train the same."""
     figures = []
     for name, rounds in found.items():
-        ratios = {peer: median(ratios_of(runs, rounds[reference])) for peer, runs in rounds.items() if _ours(peer)}
+        ratios = {peer: median(ratios_of(peer, rounds)) for peer in rounds if _ours(peer)}
         if ratios:
             best = max(ratios, key=ratios.__getitem__)
-            figures.append((f"{ratios[best]:.2f}", f"of {reference}'s clips per CPU second: {best}, {name} buckets"))
-    same = all(agree(rounds, reference) for rounds in found.values())
+            figures.append((f"{ratios[best]:.2f}", f"of {REFERENCE}'s clips per CPU second: {best}, {name} buckets"))
+    same = all(agree(rounds) for rounds in found.values())
     figures.append(("equal" if same else "not equal", "losses of all ways, step by step, to 1e-5"))
     return figures
 
 
-def _set(name: str, rounds: Rounds, reference: str, glue: Mapping[str, int | None], command: str) -> str:
+def _set(name: str, rounds: Rounds, glue: Mapping[str, int | None], command: str) -> str:
     def of(figure: Callable[[PeerFigures], float], text: Callable[[float], str]) -> str:
         values = {peer: median(map(figure, runs)) for peer, runs in rounds.items()}
         return bars([BarRow(label=peer, bars=[(_css(peer), value, text(value))]) for peer, value in values.items()])
 
-    ratios = {peer: ratios_of(runs, rounds[reference]) for peer, runs in rounds.items()}
+    ratios = {peer: ratios_of(peer, rounds) for peer in rounds}
     beside = bars(
         [BarRow(label=peer, bars=[(_css(peer), median(of_peer), _spread(of_peer))]) for peer, of_peer in ratios.items()]
     )
@@ -67,7 +60,7 @@ def _set(name: str, rounds: Rounds, reference: str, glue: Mapping[str, int | Non
     colours = legend([(GREY, "what users run today"), (BLUE, "Heddle")])
     pictures = [
         ("seconds per step, less is better", colours + of(lambda r: r.step_s, "{:.2f}".format)),
-        (f"clips per CPU second beside {reference}'s, more is better", beside),
+        (f"clips per CPU second beside {REFERENCE}'s, more is better", beside),
         (
             "CPU seconds of a step",
             legend([(GREY, "all processes"), ("var(--vae)", "those that train; others decode, plan, serve")]) + cpu,
@@ -75,8 +68,8 @@ def _set(name: str, rounds: Rounds, reference: str, glue: Mapping[str, int | Non
         ("seconds from the command to the first step", of(lambda r: r.start_s, "{:.0f}".format)),
         ("GiB of private memory, all processes", of(lambda r: r.memory_mib / 1024, "{:.2f}".format)),
     ]
-    head, rows = cells_of(rounds, reference, glue)
-    return section(f"{name} buckets".capitalize(), pictures, command, folded(["", *head], rows))
+    numbers = folded(["", *HEAD], rows_of(rounds, glue))
+    return section(f"{name} buckets".capitalize(), pictures, command, numbers)
 
 
 def _share(runs: Sequence[PeerFigures]) -> float:
