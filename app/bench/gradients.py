@@ -20,8 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from pathlib import Path
+import psutil
 from typing import Annotated
 
 import torch
@@ -126,15 +125,10 @@ class Steps:
         return end - begin, end - computed
 
 
-def pss_bytes() -> int:
-    """Proportional memory of this process: private pages, and its share of those that others map, too."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-
-
-def measure_rank(group: Group, elements: int, dtype: torch.dtype, steps: int, way: str | None) -> RankFigures:
+def measure_rank(group: Group, elements: int, dtype: str, steps: int, way: str | None) -> dict[str, object]:
     """One worker's part: seconds of all ways in turns, or with `way` the memory of that one."""
-    before = pss_bytes()
+    process = psutil.Process()
+    before = process.memory_full_info().pss
     ways = tuple(WAYS) if way is None else (way,)
     made = {name: Steps(group, elements, dtype, name) for name in ways}
     step_s: dict[str, list[float]] = {name: [] for name in ways}
@@ -146,9 +140,9 @@ def measure_rank(group: Group, elements: int, dtype: torch.dtype, steps: int, wa
                 step_s[name].append(whole)
                 end_s[name].append(end)
     group.barrier()  # all pages are there, and nobody's are gone yet
-    used = pss_bytes() - before
+    used = process.memory_full_info().pss - before
     group.barrier()
-    return RankFigures(step_s=step_s, end_s=end_s, pss_bytes=used)
+    return asdict(RankFigures(step_s=step_s, end_s=end_s, pss_bytes=used))
 
 
 def measure(elements: int, workers: int, dtype: str, steps: int, way: str | None) -> list[RankFigures]:

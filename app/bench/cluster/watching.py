@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from actors.records.events import RunEvent
 from actors.records.metrics_line import StepMetrics
@@ -52,7 +53,7 @@ class Watching:
                 at=time.time(),
                 thread_s=time.thread_time(),
                 process_s=time.process_time(),
-                rss_mib=resident_mib(),
+                rss_mib=psutil.Process().memory_info().rss / 2**20,
                 threads_s=seconds_of_threads(),
             )
         )
@@ -82,9 +83,3 @@ def seconds_of_threads() -> dict[str, float]:
         user, system = rest.split()[11:13]
         found[name] = found.get(name, 0.0) + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
     return found
-
-
-def resident_mib() -> float:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
