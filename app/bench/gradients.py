@@ -14,37 +14,33 @@ and how far all workers together are from it. Exit code 1 if that is more than a
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-import psutil
 from typing import Annotated
 
+import psutil
 import torch
-import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
 from app.bench.optimizer import FULL
-from app.bench.ranks import run_ranks
+from app.bench.ranks import rank_main, run_ranks
 from ops.comm.collectives import Group
-from ops.comm.groups import Groups
 from ops.counted import counted
 from ops.heap import give_back
 from ops.update.gradient_places import GradientMemory
 from ops.update.parameters import ParameterMemory
 from ops.update.sync import FlatSync
 from ops.update.sync_places import SyncPlaces
-from ops.waiting import CancelToken
 
 WAYS: dict[str, tuple[GradientMemory, ParameterMemory]] = {  # gradients, parameters
     "own": ("own", "replicated"),
     "node": ("node", "replicated"),
     "node, parameters too": ("node", "node"),
 }
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PASSES = (3, 1, 0, 2)
 _TOLERANCE = 0.1  # of the memory that the layout asks for
 _LAYERS = 64
@@ -130,7 +126,7 @@ def measure_rank(group: Group, elements: int, dtype: str, steps: int, way: str |
     process = psutil.Process()
     before = process.memory_full_info().pss
     ways = tuple(WAYS) if way is None else (way,)
-    made = {name: Steps(group, elements, dtype, name) for name in ways}
+    made = {name: Steps(group, elements, _DTYPES[dtype], name) for name in ways}
     step_s: dict[str, list[float]] = {name: [] for name in ways}
     end_s: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(steps + 1):
@@ -147,9 +143,8 @@ def measure_rank(group: Group, elements: int, dtype: str, steps: int, way: str |
 
 def measure(elements: int, workers: int, dtype: str, steps: int, way: str | None) -> list[RankFigures]:
     """Figures of every worker; with `way` those of its memory."""
-    arguments = ["--elements", str(elements), "--steps", str(steps), "--workers", str(workers), "--dtype", dtype]
-    lines = run_ranks("app.bench.gradients", [*arguments, "--way", way or ""], workers, _WAIT_S)
-    return [RankFigures(**json.loads(line)) for line in lines]
+    given = {"elements": elements, "dtype": dtype, "steps": steps, "way": way}
+    return [RankFigures(**told) for told in run_ranks("app.bench.gradients", given, workers, _WAIT_S)]
 
 
 def wanted_bytes(way: str, elements: int, workers: int, dtype: str) -> float:
@@ -217,22 +212,5 @@ def run(
         raise typer.Exit(1)
 
 
-def _rank_main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("elements", "steps", "workers", "rank", "port"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--way", required=True)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", given.port, is_master=False, timeout=timedelta(seconds=300))
-    world = tuple(range(given.workers))
-    groups = Groups(store, given.rank, world, "gloo", 0, _WAIT_S, CancelToken(), "127.0.0.1")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[given.dtype]
-    figures = measure_rank(groups.world_group(), given.elements, dtype, given.steps, given.way or None)
-    groups.close()
-    print(json.dumps(asdict(figures)))
-
-
 if __name__ == "__main__":
-    _rank_main()
+    rank_main(measure_rank)

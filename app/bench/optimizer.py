@@ -1,6 +1,6 @@
 """What an optimizer step costs: FlatSync against a plain all-reduce plus fused AdamW of the same size.
 
-    python -m app.bench.optimizer --elements 16000000 --workers 2,3
+    heddle bench optimizer --elements 16000000 --workers 2 --workers 3
 
 Ranks are processes on this machine that talk over Gloo. Every variant runs once per round, in turn, so that other load
 hits all of them alike; a round counts the slowest rank. The plain variant is what data parallelism without sharding
@@ -14,27 +14,21 @@ all, once with buckets that start as they are complete.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import typer
 from torch import nn
 
 from app.bench.markdown import markdown_table
-from app.bench.ranks import run_ranks
+from app.bench.ranks import rank_main, run_ranks
 from ops.comm.collectives import Group
-from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
 from ops.update.sync import FlatSync
-from ops.waiting import CancelToken
 
 BARE = OptimizerConfig(max_grad_norm=0.0, ema_decay=0.0)
 FULL = OptimizerConfig()
@@ -141,18 +135,8 @@ def measure(group: Group, elements: int, repeats: int) -> dict[str, list[float]]
     return seconds
 
 
-def rank_main(rank: int, workers: int, port: int, elements: int, repeats: int) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
-    groups = Groups(store, rank, tuple(range(workers)), "gloo", 0, 300.0, CancelToken(), "127.0.0.1")
-    seconds = measure(groups.world_group(), elements, repeats)
-    groups.close()
-    return seconds
-
-
 def measure_workers(workers: int, elements: int, repeats: int) -> list[StepCost]:
-    arguments = ["--elements", str(elements), "--repeats", str(repeats), "--workers", str(workers)]
-    ranks = [json.loads(line) for line in run_ranks("app.bench.optimizer", arguments, workers, _WAIT_S)]
+    ranks = run_ranks("app.bench.optimizer", {"elements": elements, "repeats": repeats}, workers, _WAIT_S)
     return [
         StepCost(
             workers=workers, variant=name, seconds=tuple(max(times) for times in zip(*(rank[name] for rank in ranks)))
@@ -182,20 +166,5 @@ def run(
     print(table(costs, elements))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=16_000_000)
-    parser.add_argument("--workers", default="2,3", help="numbers of workers, comma separated")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    counts = [int(count) for count in options.workers.split(",")]
-    if options.rank >= 0:
-        print(json.dumps(rank_main(options.rank, counts[0], options.port, options.elements, options.repeats)))
-    else:
-        run(options.elements, counts, options.repeats)
-
-
 if __name__ == "__main__":
-    main()
+    rank_main(measure)

@@ -8,31 +8,26 @@ Without pacing the layers take what they take here, and the link is set to half 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from app.bench.ranks import run_ranks
+from app.bench.ranks import rank_main, run_ranks
 from app.bench.timing import peak_bytes
 from ops.comm.collectives import Group
-from ops.comm.groups import Groups
 from ops.packed.sequence_parallel import HeadsToRows, RowsToHeads, sequence_parallel_attention
 from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
 from ops.spatial_temporal.ulysses import frames_exchange
-from ops.waiting import CancelToken, PendingCollective
+from ops.waiting import PendingCollective
 
 SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
 ULYSSES = "Ulysses"
@@ -366,36 +361,31 @@ def measured_costs(run: RankRun) -> LayerCosts:
     return LayerCosts(spatial_s=compute, temporal_s=compute, exchange_s=whole / 2, slice_s=slice_s)
 
 
-def rank_main(rank: int, port: int, case: RanksCase) -> list[dict[str, float | str]]:
-    """Every variant once per round, in turn. Returns what is equal on all ranks."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
-    groups = Groups(store, rank, tuple(range(case.ranks)), "gloo", 0, 300.0, CancelToken(), "127.0.0.1")
-    try:
-        return [asdict(one) for one in measure_rank(groups.world_group(), case)]
-    finally:
-        groups.close()
-
-
-def measure_rank(group: Group, case: RanksCase) -> list[VariantSeconds]:
-    """All ranks call it; seconds are those of the slowest rank of a round."""
+def measure_rank(
+    group: Group,
+    costs: dict[str, float] | None,
+    **sizes: Any,  # the other fields of a `RanksCase`
+) -> list[dict[str, float | str]]:
+    """Every variant once per round, in turn, of the case that these describe. All ranks call it and return the same:
+    seconds are those of the slowest rank of a round."""
+    case = RanksCase(costs=LayerCosts(**costs) if costs else None, **sizes)
     run = RankRun(case, group)
-    costs = case.costs or measured_costs(run)
-    bandwidth = case.exchange_bytes / costs.exchange_s if costs.exchange_s else 0.0
+    layers = case.costs or measured_costs(run)
+    bandwidth = case.exchange_bytes / layers.exchange_s if layers.exchange_s else 0.0
     variants = [*SCHEDULES, *([ULYSSES] if case.heads % case.ranks == 0 else [])]
     seconds: dict[str, list[list[float]]] = {variant: [] for variant in variants}
     for number in range(case.rounds + 1):
         for variant in variants:
             group.barrier()
-            device = PacedDevice(costs.backward, paced=case.costs is not None)
-            link = ThrottledGroup(group, device, costs.part_s, bandwidth)
+            device = PacedDevice(layers.backward, paced=case.costs is not None)
+            link = ThrottledGroup(group, device, layers.part_s, bandwidth)
             begin = time.perf_counter()
-            run.run(variant, costs, link)
+            run.run(variant, layers, link)
             found = torch.tensor([time.perf_counter() - begin, link.waited_s], dtype=torch.float64)
             group.all_reduce(found, "max")
             if number:  # the first round warms up
                 seconds[variant].append(found.tolist())
-    return [_result(run, variant, costs, seconds[variant]) for variant in variants]
+    return [asdict(_result(run, variant, layers, seconds[variant])) for variant in variants]
 
 
 def _result(run: RankRun, variant: str, costs: LayerCosts, rounds: Sequence[Sequence[float]]) -> VariantSeconds:
@@ -433,20 +423,9 @@ def predicted(case: RanksCase, variant: str, costs: LayerCosts) -> tuple[float, 
 
 def measure_ranks(case: RanksCase) -> list[VariantSeconds]:
     """Starts the ranks, waits for them, and returns what rank 0 found."""
-    lines = run_ranks("app.bench.scalefusion_ranks", [json.dumps(asdict(case))], case.ranks, _LIMIT_S)
-    return [VariantSeconds(**line) for line in json.loads(lines[0])]
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case", type=json.loads)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    given = parser.parse_args()
-    costs = LayerCosts(**given.case["costs"]) if given.case["costs"] else None
-    case = replace(RanksCase(**{name: value for name, value in given.case.items() if name != "costs"}), costs=costs)
-    print(json.dumps(rank_main(given.rank, given.port, case)))
+    found, *_ = run_ranks("app.bench.scalefusion_ranks", asdict(case), case.ranks, _LIMIT_S)
+    return [VariantSeconds(**told) for told in found]
 
 
 if __name__ == "__main__":
-    _main()
+    rank_main(measure_rank)
