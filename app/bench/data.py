@@ -53,7 +53,7 @@ SMALL = (96, 128, 24)  # height, width and frames of the clips of the memory tes
 class Cost:
     """One way of loading in one round."""
 
-    way: str
+    way: str = ""
     clips: int
     wall_s: float
     cpu_s: float  # of the process and all its descendants
@@ -206,7 +206,7 @@ def _measure(way: str, root: Path, bucket: str, batch: int, clips: int = 0) -> C
     return cost
 
 
-def timed(work: Callable[[], int], way: str = "", look_s: float = 0.25) -> Cost:
+def timed(work: Callable[[], int], look_s: float = 0.25) -> Cost:
     """The cost of `work` in this process and its descendants, read every `look_s` seconds. `work` returns the number of
     clips."""
     from app.bench.tree import Tree
@@ -216,7 +216,6 @@ def timed(work: Callable[[], int], way: str = "", look_s: float = 0.25) -> Cost:
     with tree:
         clips = work()
     return Cost(
-        way=way,
         clips=clips,
         wall_s=time.perf_counter() - start,
         cpu_s=tree.cpu_s,

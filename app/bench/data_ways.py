@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +22,7 @@ from av.container import InputContainer
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from app.bench.data import Cost, timed
+from app.bench.data import DECODERS, FIRST, INDEXERS, MEMORY, Cost, timed
 from app.bench.tree import Tree
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset
@@ -286,8 +287,6 @@ def index(setting: Setting) -> Cost:
     source = config(setting).sources[0]
 
     def build() -> int:
-        import tempfile
-
         with tempfile.TemporaryDirectory() as fresh:
             return len(build_index(source, Path(fresh), Ledger(LimitsConfig()), limits=LimitsConfig()))
 
@@ -313,8 +312,6 @@ def probe(setting: Setting) -> Cost:
 
 def first_batch(setting: Setting) -> Cost:
     """The first batch from shards without an index."""
-    import tempfile
-
     import ray
 
     from data.engines.ray_data import RayEngine
@@ -382,7 +379,6 @@ def memory(setting: Setting) -> Cost:
     engine.stop()
     ray.shutdown()
     return Cost(
-        way="",
         clips=clips,
         wall_s=time.perf_counter() - start,
         cpu_s=0.0,
@@ -392,17 +388,10 @@ def memory(setting: Setting) -> Cost:
 
 
 WAYS: dict[str, Callable[[Setting], Cost]] = {
-    "plain PyAV loop": plain,
-    "decode everything": everything,
-    "webdataset loader": webdataset_loader,
-    "torch DataLoader, same plan": torch_loader,
-    "Heddle, process pool": pool,
-    "Heddle, Ray Data": ray_data,
-    "index, headers only": index,
-    "av.open probe": probe,
-    "first batch, Heddle on Ray": first_batch,
-    "first batch, ray.data.read_webdataset": first_batch_of_read_webdataset,
-    "memory over many clips": memory,
+    **dict(zip(DECODERS, (plain, everything, webdataset_loader, torch_loader, pool, ray_data), strict=True)),
+    **dict(zip(INDEXERS, (index, probe), strict=True)),
+    **dict(zip(FIRST, (first_batch, first_batch_of_read_webdataset), strict=True)),
+    MEMORY: memory,
 }
 
 
