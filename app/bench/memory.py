@@ -8,12 +8,13 @@ tenth of the steps, when caches and pools have filled, in the middle, and at the
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.bench.lab import Lab, LabRun
+
+_PATIENCE_S = 3600.0  # for some hundred steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +55,8 @@ def table(found: Sequence[MemoryUse]) -> str:
 
 
 def _look(run: LabRun, step: int) -> MemoryUse:
-    """Wait for the step without slowing the run down, then read."""
-    while not run.metrics or run.metrics[-1].step < step:
-        if run.error is not None:
-            raise run.error
-        if run.outcome is not None:
-            raise RuntimeError(f"the run ended before step {step}: {run.outcome.reason}")
-        time.sleep(0.1)
+    """Wait for the step, then read."""
+    run.wait_for_step(step, _PATIENCE_S)
     pids = [pid for _, pid in run.active()]
     return MemoryUse(
         step=run.metrics[-1].step,

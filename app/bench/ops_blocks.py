@@ -105,16 +105,11 @@ def _training_call(block: nn.Module, inputs: BlockInputs, checkpointing: bool) -
         tensor.requires_grad_()
         leaves.append(tensor)
 
-    def forward() -> Tensor | tuple[Tensor, ...]:
-        output: Tensor | tuple[Tensor, ...]
-        if checkpointing:
-            output = checkpoint(lambda: block(**inputs), use_reentrant=False, preserve_rng_state=False)
-        else:
-            output = block(**inputs)
-        return output
-
     def call() -> object:
-        out = forward()
+        if checkpointing:
+            out = checkpoint(lambda: block(**inputs), use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = block(**inputs)
         outs = out if isinstance(out, tuple) else (out,)
         return torch.autograd.grad([o.float().square().mean() for o in outs], leaves, allow_unused=True)
 

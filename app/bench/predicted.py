@@ -23,22 +23,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from actors.plan.types import MODULES
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
-from app.bench.lab import Lab
+from app.bench.lab import Lab, LabRun
 from app.settings.config import RunConfig
 from app.settings.out_files import check_writable
 from data.types import Bucket
 from ops.code_path import ROOT
 from ops.counted import counted
-
-if TYPE_CHECKING:
-    from app.bench.lab import LabRun
 
 DEMO = ROOT / "configs/runs/demo.yaml"
 _PATIENCE_S = 1800.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -76,13 +76,7 @@ def run(
 
 def _for_ranks(ranks: int) -> LayerCosts:
     """Layers as long on every rank whatever the number of ranks, so that the link takes half of them."""
-    return LayerCosts(
-        spatial_s=PACED.spatial_s / 2 * ranks,
-        temporal_s=PACED.temporal_s / 2 * ranks,
-        exchange_s=PACED.exchange_s,
-        slice_s=PACED.slice_s,
-        part_s=PACED.part_s,
-    )
+    return replace(PACED, spatial_s=PACED.spatial_s / 2 * ranks, temporal_s=PACED.temporal_s / 2 * ranks)
 
 
 def published_table(
@@ -138,8 +132,8 @@ def choice_table(found: Sequence[GridChoice]) -> str:
 
 def told(schedule: Schedule) -> str:
     """N_T x N_S, L_T and L_S."""
-    slices, leads = (f"{schedule.temporal_slices} x {schedule.spatial_slices}", schedule)
-    return f"{slices}, L {leads.temporal_lead} {leads.spatial_lead}"
+    slices = f"{schedule.temporal_slices} x {schedule.spatial_slices}"
+    return f"{slices}, L {schedule.temporal_lead} {schedule.spatial_lead}"
 
 
 def ranks_table(results: Sequence[VariantSeconds]) -> str:
