@@ -29,13 +29,8 @@ from app.settings.out_files import check_writable
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
-
-    from data.types import Batch
-    from ops.models.base.vae import VAE
-    from ops.models.config import ModelConfig
-    from ops.models.text import TextEncoder
 
 _KILL_AFTER = 8  # steps
 _PATIENCE_S = 240.0  # for Ray Train to get on
@@ -151,9 +146,10 @@ def _ray_train(lab: Lab, kills: int) -> list[float]:
     log = lab.folder / "baseline.jsonl"
     settings = {
         "log": str(log),
-        "yaml": lab.config("baseline", train={"steps": 10_000}).to_yaml(),
+        "config": str(lab.folder / "baseline.yaml"),
         "stop": str(lab.folder / "stop"),
     }
+    Path(settings["config"]).write_text(lab.config("baseline", train={"steps": 10_000}).to_yaml())
     # elastic sizes are known to Ray Train's second version, not to the types of the first
     scaling = ScalingConfig(
         num_workers=(1, 3),  # type: ignore[arg-type]
@@ -191,28 +187,23 @@ def _ray_train(lab: Lab, kills: int) -> list[float]:
 def baseline_loop(settings: dict[str, str]) -> None:
     """Data parallel training of the same model on the same items; runs in Ray Train's workers.
 
-    `yaml` is the config. The first worker writes a `BaselineStep` to the file `log` after each step; the loop ends when
-    the file `stop` exists.
+    `config` is the run file. The first worker writes a `BaselineStep` to the file `log` after each step; the loop ends
+    when the file `stop` exists.
     """
     import torch
     import torch.distributed as dist
     from ray import train
 
-    from app.settings.config import RunConfig
+    from app.bench.recipe import Recipe
     from data.dataset.dataset import Dataset
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine
-    from ops.models.config import geometry
-    from ops.models.folders import resolve
-    from ops.models.load import build_dit, build_text, build_vae
 
-    torch.set_num_threads(1)
-    config = RunConfig.from_yaml(settings["yaml"])
-    model, _ = resolve(config.model)
-    dit, vae, text = build_dit(model.dit, 0), build_vae(model.vae, "cpu"), build_text(model.text, "cpu")
-    optimizer = torch.optim.AdamW(dit.parameters(), lr=1e-3)
+    recipe = Recipe(Path(settings["config"]))
+    dit, optimizer = recipe.dit, recipe.optimizer()
     step = _restore(dit, optimizer, train.get_checkpoint())
-    dataset = Dataset.open(config.data, geometry(config.model), 0, bad_list=Path(settings["log"]).parent / "bad.jsonl")
+    bad_list = Path(settings["log"]).parent / "bad.jsonl"
+    dataset = Dataset.open(recipe.config.data, recipe.geometry, recipe.train.seed, bad_list=bad_list)
     engine = PoolEngine(dataset)
     engine.start(step)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -220,8 +211,8 @@ def baseline_loop(settings: dict[str, str]) -> None:
     dist.all_gather_object(pids, os.getpid())
     while not Path(settings["stop"]).exists():
         batches = [as_batch(b) for b in engine.batches(step)]
-        for batch in batches[rank::world]:
-            _loss(dit, vae, text, batch, model).backward()
+        for micro, batch in list(zip(recipe.step(dataset, step), batches, strict=True))[rank::world]:
+            recipe.loss(dit, micro, recipe.latents(batch.video.copy()), recipe.words(batch.captions)).backward()
         for parameter in dit.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad)
@@ -254,31 +245,6 @@ def _restore(dit: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint | None
     dit.load_state_dict(state["dit"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"]) + 1
-
-
-def _loss(dit: nn.Module, vae: VAE, text: TextEncoder, batch: Batch, model: ModelConfig) -> Tensor:
-    """Mean squared error of the velocity, over the samples of a batch."""
-    import torch
-
-    from ops.comm.collectives import Group
-    from ops.models.text_pair import split
-    from ops.packed.conditions import Conditions
-    from ops.packed.packing import Layout, Sequence
-    from ops.packed.patches import patchify
-
-    with torch.no_grad():
-        rows = [patchify(latent, model.dit.patch) for latent in vae.encode(torch.from_numpy(batch.video.copy()))]
-        words, pooled = split(text.encode(list(batch.captions)), model.text)
-    t, h, w = batch.video.shape[1:4]
-    grid = ((t - 1) // 4 + 1, h // 16, w // 16)
-    layout = Layout([Sequence(grid, len(one)) for one in words])
-    clean = torch.cat(rows)
-    noise = torch.randn_like(clean)
-    told = Conditions(pooled=pooled)
-    predicted: Tensor = dit(
-        (clean + noise) / 2, torch.full((len(words),), 500.0), torch.cat(words), layout, Group.solo(), told
-    )
-    return (predicted - (noise - clean)).square().mean() / len(words)
 
 
 def _await(condition: Callable[[], bool]) -> None:

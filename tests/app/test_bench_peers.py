@@ -26,7 +26,7 @@ from app.bench.peers.figures import (
     roles_table,
     table,
 )
-from app.bench.peers.recipe import Average, MicroBatch, Recipe
+from app.bench.recipe import Average, MicroBatch, Recipe
 from app.bench.tree import Tree, TreeLook, role_of
 from app.cli import app
 from app.run.signals import unwinds_on_signal

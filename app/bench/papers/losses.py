@@ -1,7 +1,7 @@
 """Losses of a small model, trained twice on this machine: batches of equal tokens, and under the dual constraint.
 
 Both runs have the same weights at the start, the same clips, and as many items in a step; what differs is how many
-clips an item has. One process, the plain loop of `app/bench/peers/recipe.py`.
+clips an item has. One process, the plain loop of `app/bench/recipe.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def trained(config: Path, steps: int) -> list[float]:
     """The loss of every step of a plain loop."""
     import torch
 
-    from app.bench.peers.recipe import Recipe
+    from app.bench.recipe import Recipe
     from data.decode import decode_job
 
     recipe = Recipe(config)

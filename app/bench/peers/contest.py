@@ -173,7 +173,7 @@ def prepare(
     Raises ConfigError for more workers than items in a step: a rank of a loop without one has no backward pass, and the
     others would wait in theirs for its gradients.
     """
-    from app.bench.peers.recipe import Recipe
+    from app.bench.recipe import Recipe
     from data.tools.synthetic import SynthConfig, synthesize
 
     synthesize(folder / "data", SynthConfig(clips=clips, images=clips // 4, shards=2, koala=False))

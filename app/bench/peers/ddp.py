@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from app.bench.peers.recipe import Average, Clips, Recipe, line_writer
+from app.bench.recipe import Average, Clips, Recipe, line_writer
 
 
 def train(config: Path, steps: int, lines: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from app.bench.peers.recipe import Average, Clips, Recipe, line_writer
+from app.bench.recipe import Average, Clips, Recipe, line_writer
 from data.types import DecodeJob
 from ops.comm.collectives import Group
 

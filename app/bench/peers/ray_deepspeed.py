@@ -28,7 +28,7 @@ def main(config: Path, steps: int, lines: Path, workers: int) -> None:
     from ray.train import DataConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from app.bench.peers.recipe import Recipe
+    from app.bench.recipe import Recipe
 
     ray.init(
         address="local",
@@ -75,7 +75,7 @@ def loop(settings: dict[str, Any]) -> None:  # as Ray Train hands it over: the v
     import torch.distributed as dist
     from ray import train
 
-    from app.bench.peers.recipe import Average, Recipe, line_writer
+    from app.bench.recipe import Average, Recipe, line_writer
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for a minute, for inference only
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What every loop here trains: the model, clips, order, noise and loss of one run file, from Heddle's libraries.
+"""What loops beside Heddle train: the model, clips, order, noise and loss of one run file, from Heddle's libraries.
 
 A loop differs from another in what it does with several processes, which is the rest of its file:
 
@@ -73,17 +73,18 @@ class Recipe:
     def steps(self, count: int) -> list[list[MicroBatch]]:
         """The bucket batches of the first steps, in the order in which Heddle numbers them."""
         dataset = Dataset.open(self.config.data, self.geometry, self.train.seed)
+        return [self.step(dataset, number) for number in range(count)]
+
+    def step(self, dataset: Dataset, number: int) -> list[MicroBatch]:
+        """The bucket batches of one step."""
         return [
-            [
-                MicroBatch(
-                    step=number,
-                    job=item.job,
-                    keys=tuple(sample.draw for sample in item.samples),
-                    weight=1.0 / dataset.step(number).num_samples,
-                )
-                for item in dataset.step(number).items
-            ]
-            for number in range(count)
+            MicroBatch(
+                step=number,
+                job=item.job,
+                keys=tuple(sample.draw for sample in item.samples),
+                weight=1.0 / dataset.step(number).num_samples,
+            )
+            for item in dataset.step(number).items
         ]
 
     def optimizer(self) -> torch.optim.AdamW:
