@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 
 from actors.plan.schedule.balance import balance
 from actors.run.step_metrics import LoadHistory
@@ -221,45 +221,19 @@ def fused_speed(device: str, lengths: Mapping[str, int], width: int, repeats: in
     """Seconds of eager PyTorch / ours, forward and backward, by number of tokens."""
     import torch
 
-    from app.bench.timing import measure
+    from app.bench.ops_measure import BenchCase, measure_case
+    from ops.kernels.base.measured import RowLayout
+    from ops.kernels.folders import contests
 
-    found = {}
+    op, found = next(one for one in contests(liger=False) if one.name == "ln_modulate"), {}
+    variants = {name: op.variants[name] for name in ("eager", "fused")}
     for name, tokens in lengths.items():
+        case = BenchCase(op=op, layout=RowLayout(name="B=1", lengths=(tokens,)), width=width, variants=variants)
+        rows = measure_case(case, torch.device(device), repeats)
+        seconds = {(row.direction, row.variant): row.timing.seconds for row in rows}
         for side in ("forward", "backward"):
-            taken = [
-                measure(
-                    partial(_call, fused, side, tokens, width, device),
-                    (2 if side == "forward" else 3) * 2 * tokens * width,
-                    torch.device(device),
-                    repeats,
-                ).seconds
-                for fused in (False, True)
-            ]
-            found[f"{name} {side}"] = taken[0] / taken[1]
+            found[f"{name} {side}"] = seconds[side, "eager"] / seconds[side, "fused"]
     return found
-
-
-def _call(fused: bool, side: str, tokens: int, width: int, device: str, _: int = 0) -> Callable[[], object]:
-    """A call on buffers of its own: forward, or backward of a forward that is done."""
-    import torch
-
-    from ops.kernels.base.segments import Segments
-    from ops.kernels.norm_modulate.op import ln_modulate
-
-    x, scale, shift = (
-        torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, 1, 1)
-    )
-    segments = Segments.packed([tokens], device=torch.device(device))
-
-    def forward() -> torch.Tensor:
-        if fused:
-            return ln_modulate(x, scale, shift, segments)
-        return torch.nn.functional.layer_norm(x, (width,), eps=1e-6) * (1 + scale) + shift
-
-    if side == "forward":
-        return forward
-    made, gradient = forward(), torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
-    return lambda: torch.autograd.grad(made, [x, scale, shift], gradient, retain_graph=True)
 
 
 FIGURES: dict[str, Reproduce] = {
