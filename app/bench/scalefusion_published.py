@@ -97,6 +97,11 @@ def seconds(clip: ClipSize, machines: int, schedule: Schedule) -> float:
     return simulate(clip.frames, clip.positions, machines * GPUS, schedule, costs_of(clip, machines), PAIRS).total_s
 
 
+def gains(clips: Sequence[ClipSize], machines: Sequence[int], slow: Schedule, fast: Schedule) -> list[float]:
+    """How many times faster one schedule is than another, for each clip on each number of machines."""
+    return [seconds(clip, count, slow) / seconds(clip, count, fast) for clip in clips for count in machines]
+
+
 def ulysses_seconds(clip: ClipSize, machines: int) -> float | None:
     found = ulysses_forecast(clip.height, machines * GPUS, HEADS, costs_of(clip, machines), PAIRS)
     return None if found is None else found.total_s
@@ -123,11 +128,10 @@ def comparisons() -> Iterator[Comparison]:
     alone = sum(flops(_clip(1080, 1920, 4))) / RATE * PAIRS * 2 * STEPS / 60
     yield Comparison(what="1080p, 4 s on one GPU", published="more than 5 minutes", simulated=f"{alone:.1f} minutes")
     for machines, told in ((2, "1.32 (up to 1.52)"), (4, "1.40 (up to 1.58)")):
-        ratios = [seconds(clip, machines, DSP) / seconds(clip, machines, Schedule()) for clip in WORKLOADS]
+        ratios = gains(WORKLOADS, (machines,), DSP, Schedule())
         yield Comparison(what=f"speed-up over DSP, {machines} machines", published=told, simulated=_spread(ratios))
     cases = [(clip, machines) for clip in WORKLOADS for machines in (2, 4)]
-    within = [seconds(*case, DSP) / seconds(*case, intra(4)) for case in cases]
-    across = [seconds(*case, intra(4)) / seconds(*case, Schedule()) for case in cases]
+    within, across = gains(WORKLOADS, (2, 4), DSP, intra(4)), gains(WORKLOADS, (2, 4), intra(4), Schedule())
     yield Comparison(what="intra-layer alone over DSP", published="1.26 (up to 1.41)", simulated=_spread(within))
     yield Comparison(what="inter-layer over intra-layer", published="1.08 (up to 1.13)", simulated=_spread(across))
     for machines, told in ((2, "1.93"), (4, "3.60")):

@@ -17,6 +17,7 @@ from app.bench.scalefusion_published import (
     WORKLOADS,
     ClipSize,
     chosen,
+    gains,
     seconds,
     sensitivity,
 )
@@ -38,17 +39,9 @@ def workloads(quick: bool) -> Seq[ClipSize]:
 
 def fig9(quick: bool) -> Reproduction:
     clips = workloads(quick)
-    cases = [(clip, machines) for clip in clips for machines in (2, 4)]
-    ours = {
-        f"{machines} machines": statistics.fmean(
-            seconds(clip, machines, DSP) / seconds(clip, machines, Schedule()) for clip in clips
-        )
-        for machines in (2, 4)
-    }
-    within = [seconds(*case, DSP) / seconds(*case, intra(SLICES)) for case in cases]
-    across = [seconds(*case, intra(SLICES)) / seconds(*case, Schedule()) for case in cases]
-    ours["slices inside layers alone"] = statistics.fmean(within)
-    ours["parts under the layer before"] = statistics.fmean(across)
+    ours = {f"{count} machines": statistics.fmean(gains(clips, (count,), DSP, Schedule())) for count in (2, 4)}
+    ours["slices inside layers alone"] = statistics.fmean(gains(clips, (2, 4), DSP, intra(SLICES)))
+    ours["parts under the layer before"] = statistics.fmean(gains(clips, (2, 4), intra(SLICES), Schedule()))
     if not quick:
         for machines in (2, 4):
             ratios = [seconds(clip, machines, DSP) / seconds(clip, machines, chosen(clip, machines)) for clip in clips]
