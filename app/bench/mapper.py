@@ -9,7 +9,6 @@ that none of its workers holds.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -51,10 +50,10 @@ def run(
 
 def mean_step_s(steps: list[list[Item]], profile: Profile, cluster: Cluster, mapper: Mapper, budget_s: float) -> float:
     """Mean makespan of the steps, each planned alone. The search's own plan counts, also where knapsack's is better."""
-    options = PlanOptions(budget_s=budget_s, counted=True)
+    options = PlanOptions(budget_s=budget_s, counted=True, mapper=mapper)
     makespans = []
     for step in steps:
-        problem = Problem([step], profile, cluster, replace(options, mapper=mapper))
+        problem = Problem([step], profile, cluster, options)
         plan = assemble(problem, plan_horizon(problem, 0, budget_s), 0.0)
         check(plan, [step], profile, cluster)
         makespans.append(plan.steps[0].makespan_s)

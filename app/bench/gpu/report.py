@@ -18,7 +18,9 @@ from app.bench.markdown import markdown_table
 def report(lines: Sequence[ResultLine], skipped: Sequence[str]) -> str:
     """The report as Markdown. `skipped` are names for which the budget had no time."""
     parts = [*_heading(lines), "", *_targets(lines), *_timelines(lines), "", *_figures(lines)]
-    for title, rows in (("Failed", _failed(lines)), ("Left out", _left_out(lines)), ("No time for", skipped)):
+    failed = [f"{line.name}: {line.error}" for line in lines if line.error]
+    left_out = [f"{line.name}: {line.left_out}" for line in lines if line.left_out]
+    for title, rows in (("Failed", failed), ("Left out", left_out), ("No time for", skipped)):
         if rows:
             parts += ["", f"## {title}", "", *(f"- {row}" for row in rows)]
     return "\n".join(parts) + "\n"
@@ -87,14 +89,6 @@ def _figures(lines: Iterable[ResultLine]) -> list[str]:
         if not name.startswith(PREFIX)
     ]
     return ["## Every figure", "", markdown_table(("measurement", "figure", "value"), rows)]
-
-
-def _failed(lines: Iterable[ResultLine]) -> list[str]:
-    return [f"{line.name}: {line.error}" for line in lines if line.error]
-
-
-def _left_out(lines: Iterable[ResultLine]) -> list[str]:
-    return [f"{line.name}: {line.left_out}" for line in lines if line.left_out]
 
 
 def cell(value: Figure) -> str:
