@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
 from app.drawing.style import CSS
+from app.drawing.svg import BarRow, bars
 from ops.code_path import ROOT
 from ops.environment import commit_of
 
@@ -52,6 +53,11 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
     """The figures to read first: (number, what it is)."""
     shown = "".join(f"<div class=figure><b>{escape(n)}</b><span>{escape(what)}</span></div>" for n, what in figures)
     return f"<div class=figures>{shown}</div>"
+
+
+def single_bars(rows: Iterable[tuple[str, str, float, str]]) -> str:
+    """Rows of one bar: (label, `theirs` or `ours`, value, text)."""
+    return bars([BarRow(label=label, bars=[(css, value, text)]) for label, css, value, text in rows])
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from app.bench.cluster.ddp import COMMON
 from app.bench.cluster.figures import ClusterFigures
 from app.bench.cluster.tables import GrowthCurve, WayRow, change_rows, way_rows
-from app.bench.page import BLUE, GREY, document, folded, legend, number_of, section, tiles
+from app.bench.page import BLUE, GREY, document, folded, legend, number_of, section, single_bars, tiles
 from app.drawing.svg import BarRow, bars
 from ops.counted import counted
 
@@ -55,21 +55,12 @@ def _beside_ddp(ways: Sequence[WayRow], command: str) -> str:
     colours = legend([(GREY, "DDP, evaluated with the same seconds"), (BLUE, "Heddle, executed")])
     pictures = []
     for workers in dict.fromkeys(way.workers for way in ways):
-        rows = [
-            BarRow(
-                label=way.name,
-                bars=[
-                    (
-                        "ours" if way.executed else "theirs",
-                        way.samples_per_s,
-                        f"{number_of(round(way.samples_per_s, 4))} ({way.ratio:.2f} of ddp)",
-                    )
-                ],
-            )
-            for way in ways
-            if way.workers == workers
-        ]
-        pictures.append((f"{workers} GPUs, samples per virtual second, more is better", colours + bars(rows)))
+        own = [way for way in ways if way.workers == workers]
+        texts = [f"{number_of(round(way.samples_per_s, 4))} ({way.ratio:.2f} of ddp)" for way in own]
+        picture = single_bars(
+            (way.name, "ours" if way.executed else "theirs", way.samples_per_s, text) for way, text in zip(own, texts)
+        )
+        pictures.append((f"{workers} GPUs, samples per virtual second, more is better", colours + picture))
     numbers = folded(*_labelled(*way_rows(ways)))
     note = (
         f"SP is the degree of sequence parallelism. '{COMMON}' draws one bucket for all groups of a step, so nobody "
@@ -122,35 +113,26 @@ def _steps(ways: Sequence[WayRow], found: Sequence[ClusterFigures], command: str
 
 def _changes(found: Sequence[ClusterFigures], command: str) -> str:
     seen = [(f"{_label(one)}: {CHANGES[change.what]}", change) for one in found for change in one.recovered]
-    formed = [BarRow(label=label, bars=[("ours", change.form_s, f"{change.form_s:.2f}")]) for label, change in seen]
-    again = [
-        BarRow(label=label, bars=[("ours", change.step_s, f"{change.step_s:.1f}, then {change.workers:,}")])
-        for label, change in seen
-    ]
+    formed = [(label, "ours", change.form_s, f"{change.form_s:.2f}") for label, change in seen]
+    again = [(label, "ours", change.step_s, f"{change.step_s:.1f}, then {change.workers:,}") for label, change in seen]
     pictures = [
-        ("until the next generation forms, real seconds; of a join since its workers are loaded", bars(formed)),
-        ("until the step is there that was broken, or the next one, virtual seconds; workers then", bars(again)),
+        ("until the next generation forms, real seconds; of a join since its workers are loaded", single_bars(formed)),
+        ("until the step is there that was broken, or the next one, virtual seconds; workers then", single_bars(again)),
     ]
     numbers = folded(*_labelled(*change_rows(found)))
     return section("A worker lost, a node lost, a node joined", pictures, command, numbers)
 
 
 def _controller(found: Sequence[ClusterFigures], curves: Sequence[GrowthCurve], command: str) -> str:
-    def picture(of: Sequence[tuple[float, str]]) -> str:
-        return bars(
-            [
-                BarRow(label=_label(one), bars=[("ours", value, text)])
-                for one, (value, text) in zip(found, of, strict=True)
-            ]
-        )
-
-    share = picture([(one.share, f"{one.share:.2%}") for one in found])
-    dispatch = picture([(one.dispatch_ms, f"{one.dispatch_ms:.1f}, {one.calls:,.0f} calls") for one in found])
-    memory = picture([(one.rss_mib, f"{one.rss_mib:,.0f}") for one in found])
+    share = [(_label(one), "ours", one.share, f"{one.share:.2%}") for one in found]
+    dispatch = [
+        (_label(one), "ours", one.dispatch_ms, f"{one.dispatch_ms:.1f}, {one.calls:,.0f} calls") for one in found
+    ]
+    memory = [(_label(one), "ours", one.rss_mib, f"{one.rss_mib:,.0f}") for one in found]
     pictures = [
-        (f"CPU seconds as a share of a step of 10 s; it may take {SHARE:.0%}", share),
-        ("milliseconds to dispatch a step", dispatch),
-        ("MiB of its process", memory),
+        (f"CPU seconds as a share of a step of 10 s; it may take {SHARE:.0%}", single_bars(share)),
+        ("milliseconds to dispatch a step", single_bars(dispatch)),
+        ("MiB of its process", single_bars(memory)),
     ]
     numbers = folded(
         ["workers, strategy", "CPU s a step, thread", "process", "plan waited for, s", "MiB more after step 10"],

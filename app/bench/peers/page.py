@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from app.bench.page import BLUE, GREY, document, folded, legend, section, tiles
+from app.bench.page import BLUE, GREY, document, folded, legend, section, single_bars, tiles
 from app.bench.peers.figures import HEAD, REFERENCE, PeerFigures, Rounds, agree, ratios_of, rows_of
 from app.drawing.svg import BarRow, bars
 
@@ -39,12 +39,10 @@ def _first(found: Mapping[str, Rounds]) -> list[tuple[str, str]]:
 def _set(name: str, rounds: Rounds, glue: Mapping[str, int | None], command: str) -> str:
     def of(figure: Callable[[PeerFigures], float], text: Callable[[float], str]) -> str:
         values = {peer: median(map(figure, runs)) for peer, runs in rounds.items()}
-        return bars([BarRow(label=peer, bars=[(_css(peer), value, text(value))]) for peer, value in values.items()])
+        return single_bars((peer, _css(peer), value, text(value)) for peer, value in values.items())
 
     ratios = {peer: ratios_of(peer, rounds) for peer in rounds}
-    beside = bars(
-        [BarRow(label=peer, bars=[(_css(peer), median(of_peer), _spread(of_peer))]) for peer, of_peer in ratios.items()]
-    )
+    beside = single_bars((peer, _css(peer), median(own), _spread(own)) for peer, own in ratios.items())
     cpu = bars(
         [
             BarRow(
