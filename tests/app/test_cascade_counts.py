@@ -71,7 +71,7 @@ def test_sampling_of_clips_waits_for_nothing(given: bool, forcing: ForcingSchedu
     times of its frames, and for the noise of those that a window takes over."""
     config, geometry = VARIANTS["skyreels df"], Geometry(vae_stride=(4, 8, 8), patch=(1, 2, 2))
     text, first = torch.ones(5, config.text_dim), torch.ones(4, 4 * config.out_channels) if given else None
-    dit = build(config, STAND_IN, torch.bfloat16)
+    dit = build(config, STAND_IN)
     dit.register_forward_pre_hook(as_autocast)
     requests = [SampleRequest(text=text, frames=33, height=32, width=32, seed=seed, first=first) for seed in range(2)]
     settings = SamplerConfig(steps=3, forcing=forcing)
@@ -86,7 +86,7 @@ def test_gradients_of_a_block_reach_the_sum_by_few_launches() -> None:
     config = VARIANTS["wan"]
     more = counted_step(replace(config, num_layers=config.num_layers + 1)).cascade.kernels
     block = more - counted_step(config).cascade.kernels
-    parameters = len(list(build(config, STAND_IN, torch.bfloat16).all_blocks()[0].parameters()))
+    parameters = len(list(build(config, STAND_IN).all_blocks()[0].parameters()))
     assert parameters == 27
     assert block <= 106 - (parameters - 3), "106 with an addition for each"
 

@@ -26,8 +26,8 @@ pytestmark = [
 def test_memory_of_graphs_is_no_room_for_cascades() -> None:
     device = torch.device("cuda", 0)
     config = replace(with_layers(WAN_1_3B, 2), gradient_checkpointing=True)
-    dit = build(config, device, torch.bfloat16).train()
-    call = PackedCall.of(config, [PICTURE_256P] * 4, device, torch.bfloat16)
+    dit = build(config, device).train()
+    call = PackedCall.of(config, [PICTURE_256P] * 4, device)
     dit.graphed = GraphedBlocks(lambda layout: 1.0, CudaGraphs(device), warm_up=1)
     meter, before = DeviceMeter(device), held_by_graphs(device)
 

@@ -52,7 +52,7 @@ class WorkerStep:
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
         torch.manual_seed(0)
-        dit = build(config, place.device, torch.bfloat16).train()
+        dit = build(config, place.device).train()
         dit.graphed = graphed(config, place) if self.by_graphs else None
         worker = worker_alone(dit, config, meter_of(place.device, 0.0))
         steps = _Steps(worker, place)
@@ -126,7 +126,7 @@ def _plain_step(config: DiTConfig, place: Place) -> Callable[[], None]:
     """The same passes and the same update, without a worker."""
     dit, sync = make_trained(config, AS_TRAINED, place)
     packs = place.pick(CASCADES, SMALL_CASCADES)
-    calls = [PackedCall.of(config, list(pack), place.device, torch.bfloat16) for pack in packs]
+    calls = [PackedCall.of(config, list(pack), place.device) for pack in packs]
 
     def step() -> None:
         sync.begin_step()

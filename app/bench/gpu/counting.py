@@ -409,7 +409,7 @@ class _CountedWatch(HostWatch):
 
 def _worker(config: DiTConfig, blocks: bool, groups: Groups | None = None) -> Executor:
     """In a generation of its own, unless it gets the `groups` of one."""
-    dit = build(config, STAND_IN, torch.bfloat16)
+    dit = build(config, STAND_IN)
     if not blocks:
         for name, child in list(dit.named_children()):
             if isinstance(child, nn.ModuleList):

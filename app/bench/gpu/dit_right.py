@@ -48,9 +48,9 @@ class DiTCheck(RunsAnywhere):
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = place.pick(with_layers(self.config, LAYERS), small(self.config, 1))
         pack = [replace(one, frame_times=self.by_frame) for one in place.pick(PACK, SMALL_PACK)]
-        half = build(config, place.device, torch.bfloat16)
+        half = build(config, place.device)
         full = copy.deepcopy(half).float()
-        call = PackedCall.of(config, pack, place.device, torch.bfloat16)
+        call = PackedCall.of(config, pack, place.device)
         ours, gradient = _pass(half, call)
         exact_call = replace(call, tokens=call.tokens.float(), text=call.text.float())
         theirs, exact = _pass(full, exact_call)

@@ -43,7 +43,7 @@ class LongestSequence(RunsAnywhere):
         dit, sync = make_trained(config, settings, place)
 
         def step_of(frames: int) -> Callable[[], object]:
-            call = PackedCall.of(config, clips(place, count, frames), place.device, torch.bfloat16)
+            call = PackedCall.of(config, clips(place, count, frames), place.device)
             return step_over(dit, sync, call)
 
         def fits(frames: int) -> bool:

@@ -55,7 +55,7 @@ class LoraBlocks:
             sync.form(Group.solo(), None)
             for what, clip in clips.items():
                 torch.manual_seed(1)
-                step = step_over(dit, sync, PackedCall.of(config, [clip], place.device, torch.bfloat16))
+                step = step_over(dit, sync, PackedCall.of(config, [clip], place.device))
                 norms.setdefault(way, []).append(step().grad_norm)
                 # the first step has compiled, and has met the order of the blocks
                 seconds[f"{what} {way}"] = place.seconds(step, place.pick(2, 1), warm_up=0).seconds

@@ -73,17 +73,17 @@ def small(config: DiTConfig, layers: int) -> DiTConfig:
     return with_layers(narrow, layers)
 
 
-def build(config: DiTConfig, device: torch.device, dtype: torch.dtype) -> PackedTransformer:
-    """Random weights, drawn on the device itself: a 14B model takes minutes on a CPU core."""
+def build(config: DiTConfig, device: torch.device) -> PackedTransformer:
+    """Random weights in bf16, drawn on the device itself: a 14B model takes minutes on a CPU core."""
     with torch.device(device):
-        module = FAMILIES[config.architecture].model()(config).to(dtype)
+        module = FAMILIES[config.architecture].model()(config).bfloat16()
     assert isinstance(module, PackedTransformer)
     return module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedCall:
-    """Inputs of one call of a DiT over packed samples. P features of a latent token, E of a text token."""
+    """Inputs of one call of a DiT over packed samples, in bf16. P features of a latent token, E of a text token."""
 
     layout: Layout
     tokens: Tensor  # [n, P]
@@ -93,7 +93,7 @@ class PackedCall:
     weights: Tensor  # [S]
 
     @staticmethod
-    def of(config: DiTConfig, sequences: list[Sequence], device: torch.device, dtype: torch.dtype) -> PackedCall:
+    def of(config: DiTConfig, sequences: list[Sequence], device: torch.device) -> PackedCall:
         layout = Layout(sequences, device=device)
         features = config.in_channels * config.patch[0] * config.patch[1] * config.patch[2]
         count = len(sequences)
@@ -103,10 +103,10 @@ class PackedCall:
             text[::4, -1] = 1
         return PackedCall(
             layout=layout,
-            tokens=torch.randn(layout.local_tokens, features, device=device).to(dtype),
+            tokens=torch.randn(layout.local_tokens, features, device=device).bfloat16(),
             target=torch.randn(layout.local_tokens, features, device=device),
             timesteps=torch.linspace(900.0, 100.0, layout.num_times).to(device),
-            text=text.to(dtype),
+            text=text.bfloat16(),
             weights=torch.full((count,), 1.0 / count, device=device),
         )
 

@@ -172,16 +172,14 @@ def first_norm(config: DiTConfig, place: Place) -> float:
 
 def clip_step(dit: PackedTransformer, sync: FlatSync, config: DiTConfig, place: Place) -> Callable[[], StepResult]:
     """A whole step of one clip as one call."""
-    return step_over(
-        dit, sync, PackedCall.of(config, [place.pick(CLIP_480P81, SMALL_CLIP)], place.device, torch.bfloat16)
-    )
+    return step_over(dit, sync, PackedCall.of(config, [place.pick(CLIP_480P81, SMALL_CLIP)], place.device))
 
 
 def _codes(dit: PackedTransformer, sync: FlatSync, config: DiTConfig, place: Place) -> dict[str, Figure]:
     """How often code was made for packs that code is there for, after steps of one sample and of several."""
 
     def run(pack: Sequence[PackedSequence]) -> None:
-        step_over(dit, sync, PackedCall.of(config, list(pack), place.device, torch.bfloat16))()
+        step_over(dit, sync, PackedCall.of(config, list(pack), place.device))()
 
     run(place.pick(SEVERAL, SMALL_SEVERAL))
     before = codes_made()
@@ -193,7 +191,7 @@ def _codes(dit: PackedTransformer, sync: FlatSync, config: DiTConfig, place: Pla
 def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[PackedTransformer, FlatSync]:
     """A model on the device, and what sums its gradients and updates it."""
     torch.manual_seed(0)  # steps of one model are compared
-    dit = build(config, place.device, torch.bfloat16).train()
+    dit = build(config, place.device).train()
     dit.keeps_attention = settings.keeps
     if settings.compiled:  # a rehearsal traces without making code, which needs a compiler
         dit.compiled = CompiledBlocks(dit.block_parts, place.pick("inductor", "aot_eager"))
