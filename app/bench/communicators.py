@@ -19,14 +19,13 @@ import typer
 from actors.config import PlannerConfig
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster
-from actors.planning.make_plan import make_plan, rolling_cut
+from actors.planning.make_plan import rolling_cut
 from actors.planning.memory import PEER_GIB
 from actors.planning.options import profile_of
 from actors.run.communicators import Communicators
-from app.bench.planner import CONFIGS, PROFILE
+from app.bench.planner import CONFIGS, PROFILE, checked_plan
 from app.inputs.items import batches_of, items_from_buckets
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
@@ -128,8 +127,7 @@ def planned_bags(config: str, cluster: Cluster, steps: int, budget_s: float, mos
     for number, items in enumerate(
         items_from_buckets(settings, shape, batches_of(settings, Geometry(), profile), steps, 0)
     ):
-        plan = make_plan([items], profile, cluster, options, first_step=number)
-        check(plan, [items], profile, cluster)
+        plan = checked_plan([items], profile, cluster, options, number)
         bags = [tuple(sorted(cascade.workers)) for cascade in rolling_cut(plan)]
         found.append(PlannedBags(seconds=plan.steps[0].makespan_s, bags=bags))
     return found

@@ -135,7 +135,7 @@ def _arachne(profile: Profile, quick: bool, counted: bool, sets: Sequence[str], 
         every = 3 if quick else 1
         steps, cluster = published_set(name, every)
         published = json.loads(set_file(name).read_text())["published"][::every]
-        singles = [_plan([step], profile, cluster, options).steps[0] for step in steps]
+        singles = [checked_plan([step], profile, cluster, options).steps[0] for step in steps]
         reference = statistics.fmean(
             next(entry[planner] for planner in ("genetic", "flex_sp", "megatron-lm") if planner in entry)["makespan_s"]
             for entry in published
@@ -169,7 +169,7 @@ def _rolling(
     steps of its window."""
     options = replace(options, budget_s=1.0)
     least = rolling_bound(Problem(steps, profile, cluster, options))
-    whole = _plan(steps, profile, cluster, options).steps
+    whole = checked_plan(steps, profile, cluster, options).steps
     apart = as_run(steps, profile, cluster, options)
     later = [step.makespan_s for step in apart[1:]]
     without = f" (without the first {statistics.fmean(later):.2f})" if later else ""
@@ -219,8 +219,11 @@ def as_run(steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, 
     return found
 
 
-def _plan(steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
-    plan = make_plan(steps, profile, cluster, options)
+def checked_plan(
+    steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, options: PlanOptions, first_step: int = 0
+) -> Plan:
+    """A plan of these steps, which is legal."""
+    plan = make_plan(steps, profile, cluster, options, first_step=first_step)
     check(plan, steps, profile, cluster)
     return plan
 
@@ -413,7 +416,7 @@ def _open_sora(quick: bool) -> PlannerRow:
     )
     idle, took = [], []
     for seed in range(3 if quick else 10):
-        plan = _plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
+        plan = checked_plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
         idle.append(plan.steps[0].idle_ratio)
         took.append(plan.steps[0].planning_s)
     return PlannerRow(

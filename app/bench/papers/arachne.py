@@ -11,14 +11,13 @@ from functools import cache
 from actors.plan.costs.handoff import Handoff
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import figures, windows
 from actors.plan.schedule.problem import Mapper, PlanOptions
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
 from app.bench.mapper import mean_step_s
 from app.bench.papers.figure import Reproduce, Reproduction
-from app.bench.planner import PROFILE, published_set
+from app.bench.planner import PROFILE, checked_plan, published_set
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.cogvideox.config import CogVideoXConfig
@@ -46,11 +45,7 @@ def planned(
     steps: list[list[Item]], cluster: Cluster, options: PlanOptions, profile: Profile | None = None
 ) -> list[Plan]:
     """A plan of each step by itself, checked."""
-    profile = profile or h100()
-    plans = [make_plan([step], profile, cluster, options) for step in steps]
-    for step, plan in zip(steps, plans, strict=True):
-        check(plan, [step], profile, cluster)
-    return plans
+    return [checked_plan([step], profile or h100(), cluster, options) for step in steps]
 
 
 def mean_s(plans: Sequence[Plan]) -> float:
