@@ -142,16 +142,8 @@ def _arachne(profile: Profile, quick: bool, counted: bool, sets: Sequence[str], 
         )
         bound = statistics.fmean(step.lower_bound_s for step in singles)
         aim = NEAR_BOUND * bound if name.endswith("64gpu") else targets.aim
-        rows.append(
-            PlannerRow(
-                f"{name} single steps, mean s (lower bound {bound:.2f})",
-                reference,
-                targets.must,
-                aim,
-                statistics.fmean(step.makespan_s for step in singles),
-                statistics.median(step.planning_s for step in singles),
-            )
-        )
+        what = f"{name} single steps, mean s (lower bound {bound:.2f})"
+        rows.append(_row(what, singles, reference, targets.must, aim))
         rows += _rolling(name, steps, profile, cluster, replace(options, lookahead=lookahead), targets, reference)
     return rows
 
@@ -174,23 +166,17 @@ def _rolling(
     later = [step.makespan_s for step in apart[1:]]
     without = f" (without the first {statistics.fmean(later):.2f})" if later else ""
     return [
-        PlannerRow(
-            f"{name} rolling, mean s (lower bound {least:.2f})",
-            reference,
-            targets.rolling_must,
-            targets.rolling_aim,
-            statistics.fmean(step.makespan_s for step in whole),
-            statistics.median(step.planning_s for step in whole),
-        ),
-        PlannerRow(
-            f"{name} step by step, mean s{without}",
-            reference,
-            targets.rolling_must,
-            targets.rolling_aim,
-            statistics.fmean(step.makespan_s for step in apart),
-            statistics.median(step.planning_s for step in apart),
-        ),
+        _row(what, found, reference, targets.rolling_must, targets.rolling_aim)
+        for what, found in (
+            (f"{name} rolling, mean s (lower bound {least:.2f})", whole),
+            (f"{name} step by step, mean s{without}", apart),
+        )
     ]
+
+
+def _row(what: str, steps: Sequence[StepPlan], published: float, must: float, aim: float) -> PlannerRow:
+    ours = statistics.fmean(step.makespan_s for step in steps)
+    return PlannerRow(what, published, must, aim, ours, statistics.median(step.planning_s for step in steps))
 
 
 def as_run(steps: Sequence[Sequence[Item]], profile: Profile, cluster: Cluster, options: PlanOptions) -> list[StepPlan]:
