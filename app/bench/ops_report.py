@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from app.bench.ops_blocks import BlockResult
 from app.bench.timing import Timing
@@ -103,38 +104,18 @@ def targets(results: Results) -> list[str]:
         where = f"{row.op}, {row.layout}, D={row.width}, N={row.tokens}"
         lines.append(f"| {text} | {worst:{form}} ({where}) | {'yes' if worst >= goal else 'no'} |")
 
+    eager = partial(results.gain, over="eager")
     for direction, goal in SHARES.items():
         rows = results.fused(direction)
-        add(
-            f"{direction} >= {goal:.0%} of copy at N >= 32k",
-            goal,
-            [row for row in rows if row.tokens >= 0.99 * LONG],
-            results.share,
-            ".0%",
-        )
-        add(
-            f"{direction} >= 3x eager at N >= 32k",
-            3.0,
-            [row for row in rows if row.tokens >= 0.99 * LONG],
-            lambda row: results.gain(row, "eager"),
-            ".2f",
-        )
-        add(
-            f"{direction} never slower than eager at 8k",
-            1.0,
-            [row for row in rows if row.tokens <= SHORT],
-            lambda row: results.gain(row, "eager"),
-            ".2f",
-        )
+        long, short = [row for row in rows if row.tokens >= 0.99 * LONG], [row for row in rows if row.tokens <= SHORT]
+        add(f"{direction} >= {goal:.0%} of copy at N >= 32k", goal, long, results.share, ".0%")
+        add(f"{direction} >= 3x eager at N >= 32k", 3.0, long, eager, ".2f")
+        add(f"{direction} never slower than eager at 8k", 1.0, short, eager, ".2f")
     backward = results.fused("backward")
     for text, goal, single in (("B=1", 1.2, True), ("B>=4, per frame, packed", 1.7, False)):
-        add(
-            f"backward >= {goal}x torch.compile, {text}",
-            goal,
-            [r for r in backward if (r.layout == "B=1") == single],
-            lambda row: results.gain(row, "torch.compile"),
-            ".2f",
-        )
+        rows = [row for row in backward if (row.layout == "B=1") == single]
+        compiled = partial(results.gain, over="torch.compile")
+        add(f"backward >= {goal}x torch.compile, {text}", goal, rows, compiled, ".2f")
     return lines
 
 
