@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +49,7 @@ class KernelsCheck:
         case, layout = cases()[self.op], RowLayout(name="packed", lengths=lengths)
         worst: dict[str, float] = {}
         repeatable = True
-        with triton_only():
+        with backend.forced("triton"):
             for width, dtypes in place.pick(WIDTHS, SMALL_WIDTHS).items():
                 for dtype in dtypes:
                     repeatable &= _compare(case, layout, width, dtype, place.device, worst)
@@ -114,11 +113,6 @@ def without_kernels(place: Place) -> str | None:
     if place.device.type == "cpu" and not interpreting():
         return "the kernels run on the CPU in Triton's interpreter only (TRITON_INTERPRET=1)."
     return None
-
-
-def triton_only() -> AbstractContextManager[None]:
-    """Ops run on the Triton kernels wherever these take them."""
-    return backend.forced("triton")
 
 
 def _compare(

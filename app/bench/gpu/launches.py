@@ -15,12 +15,12 @@ from itertools import product
 
 import torch
 
-from app.bench.gpu.kernels_right import triton_only, without_kernels
+from app.bench.gpu.kernels_right import without_kernels
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.ops_speed import SMALL_WIDTH, WIDTHS
 from app.bench.ops_inputs import inputs_of
 from app.bench.timing import Closure, copy_of, measure
-from ops.kernels.base import host
+from ops.kernels.base import backend, host
 from ops.kernels.base.measured import HEAD_DIM, Contest, RowLayout
 from ops.kernels.base.segments import Segments
 from ops.kernels.base.tuning import CHUNKS, Kernel, Launch, configuration, launched
@@ -149,7 +149,7 @@ class _Trial:
     def seconds(self, launch: Launch, repeats: int) -> float:
         """Median seconds of a call with this launch."""
         make: Callable[[int], Closure] = self._make_backward if self._backward else self._make_forward
-        with triton_only(), launched(self._kernel, launch):
+        with backend.forced("triton"), launched(self._kernel, launch):
             timing = measure(make, self.moved, self._device, repeats)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # each round of calls has memory of a stream of its own

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from app.bench.gpu.ceilings import copy_speed
-from app.bench.gpu.kernels_right import triton_only
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place, RunsAnywhere
 from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results
 from app.bench.timing import copy_of
+from ops.kernels.base import backend
 from ops.kernels.base.interpreter import interpreting
 from ops.kernels.base.measured import Contest, RowLayout
 from ops.kernels.folders import contests
@@ -56,7 +56,7 @@ class OpsSpeed(RunsAnywhere):
             )
             # a rehearsal sends one layout through the interpreted kernels, which take 10 ms a row
             kernels = place.rehearse and layout.name == "packed" and interpreting()
-            with triton_only() if kernels else nullcontext():
+            with backend.forced("triton") if kernels else nullcontext():
                 rows += measure_case(case, place.device, place.pick(REPEATS, 1))
             torch._dynamo.reset()
         return _figures(rows, copy_speed(earlier), _such_copies(rows, place))

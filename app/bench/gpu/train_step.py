@@ -7,8 +7,8 @@ bf16 weights with fp32 gradient, master copy, moments and EMA (ops/update/sync.p
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -216,11 +216,9 @@ def step_over(dit: nn.Module, sync: FlatSync, call: PackedCall) -> Callable[[], 
     return step
 
 
-@contextmanager
-def fused_ops(on: bool) -> Iterator[None]:
+def fused_ops(on: bool) -> AbstractContextManager[None]:
     """Inside, the fused ops run, or unless `on` their library calls."""
-    with backend.forced("auto" if on else "library"):
-        yield
+    return backend.forced("auto" if on else "library")
 
 
 def step_config(
