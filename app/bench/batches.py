@@ -34,7 +34,7 @@ from actors.planning.actor import Planner
 from actors.planning.batching import best_sizes, fitted_limits
 from actors.records.events import BatchesResized, RunEvent
 from actors.run.recalibrate import Recalibration, StageSizes
-from app.bench.planner import STAGE_2
+from app.bench.planner import STAGE_2, STAGE_2_TEXT
 from app.bench.truth import true_profile, wrong_profile
 from app.bench.truth_machine import EveryShape, Machine
 from data.buckets import Choice, batch_size
@@ -45,11 +45,8 @@ from data.types import Bucket
 from ops.geometry import Geometry
 
 GEOMETRY = Geometry()
-BUCKETS = tuple(
-    Bucket(frames, pixels, pixels) for pixels, table in STAGE_2.items() for frames, _ in table if frames % 4 == 1
-)
-TEXT = 512
-LIMITS = BatchConfig(memory_tokens=174336, text_tokens=TEXT)  # as configs/data/open-sora-v2-stage2.yaml
+BUCKETS = tuple(Bucket(frames, pixels, pixels) for pixels, table in STAGE_2.items() for frames, _ in table)
+LIMITS = BatchConfig(memory_tokens=174336, text_tokens=STAGE_2_TEXT)  # as configs/data/open-sora-v2-stage2.yaml
 CHANGE = 0.15
 MODES = ("equal tokens", "dual constraint", "with re-sizing", "true costs")
 
@@ -113,7 +110,9 @@ def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strateg
             items = data.items(step)
             assigned = planner.plan(step, [items], cluster, (), 0.02)
             reports, took = machine.execute(assigned.cascades, items, step)
-            planner.observe([s for r in reports for s in r.spans], dict.fromkeys([i.id for i in items], TEXT), cluster)
+            planner.observe(
+                [s for r in reports for s in r.spans], dict.fromkeys([i.id for i in items], STAGE_2_TEXT), cluster
+            )
             loop.collected(step)
             if step >= steps // 2:
                 used = [sum(s.end - s.start - s.wait_s for s in r.spans if s.module != "finish") for r in reports]
@@ -136,7 +135,7 @@ def limits_of(mode: str, every: int) -> BatchConfig:
     if mode == "equal tokens":
         return LIMITS
     longest = max(BUCKETS, key=lambda b: GEOMETRY.tokens(*b.shape))
-    wanted = true_profile().seconds("dit", Samples.of(1, longest.shape, TEXT), 1)
+    wanted = true_profile().seconds("dit", Samples.of(1, longest.shape, STAGE_2_TEXT), 1)
     asked = replace(
         LIMITS,
         auto=True,
@@ -161,7 +160,7 @@ def order_of(sizes: Mapping[Bucket, int], workers: int, seed: int) -> SampleOrde
         until_step=0,
         choices=tuple((Choice(bucket=bucket, keep=1.0, step_down=1.0, resolution=""),) for bucket in BUCKETS),
         batch=sizes,
-        tokens={b: TEXT + GEOMETRY.tokens(*b.shape) for b in BUCKETS},
+        tokens={b: STAGE_2_TEXT + GEOMETRY.tokens(*b.shape) for b in BUCKETS},
         weights=(1.0,),
         items_per_step=workers,
         max_wait=10**9,
@@ -191,7 +190,7 @@ class BatchSource:
                 frames=batch.bucket.frames,
                 height=batch.bucket.height,
                 width=batch.bucket.width,
-                text_tokens=TEXT,
+                text_tokens=STAGE_2_TEXT,
             )
             for n, batch in enumerate(self._order.advance(self._state))
         ]

@@ -199,7 +199,3 @@ def run(
         print(table([UniformBatch.of(name, layers, heads, head_dim, (t, h, w), batch).run(rounds) for name in names]))
     finally:
         torch.set_num_threads(threads)
-
-
-if __name__ == "__main__":
-    typer.run(run)

@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -106,8 +106,6 @@ def table(found: Sequence[WayTimes], steps: int) -> str:
 
 
 def _timed(way: ClipWay, job: ClipJob, prompts: Sequence[str], out: Path, workers: int, batch: int) -> WayTimes:
-    from dataclasses import replace
-
     from app.sampling.spread import spread
 
     times = WayTimes(way=way)
