@@ -227,15 +227,8 @@ def _scale(profile: Profile, count: int) -> PlannerRow:
     plan = make_plan([items], profile, cluster, PlanOptions(budget_s=2.0))
     took = time.perf_counter() - started  # from items to the timed plan
     check(plan, [items], profile, cluster)
-    step = plan.steps[0]
-    return PlannerRow(
-        f"{2 * count} GPUs, {count} items, makespan / lower bound",
-        math.nan,
-        1.08,
-        1.03,
-        step.makespan_s / step.lower_bound_s,
-        took,
-    )
+    ratio = plan.steps[0].makespan_s / plan.steps[0].lower_bound_s
+    return PlannerRow(f"{2 * count} GPUs, {count} items, makespan / lower bound", math.nan, 1.08, 1.03, ratio, took)
 
 
 # KnapFormer's data codes (ranks, batch, visual tokens of a sample) of its three scenarios, for 32 ranks.
@@ -277,40 +270,16 @@ def _knapformer(quick: bool) -> list[PlannerRow]:
         for spec in HOMOGENEOUS:
             sizes = parse_topology(spec, 32)
             ours, theirs, took = _compare(scenario, sizes, steps)
-            wir = statistics.fmean(a.wir for a in theirs)
-            rows.append(
-                PlannerRow(
-                    f"KnapFormer {scenario} {spec}, WIR (published: their rule, same draws)",
-                    wir,
-                    wir,
-                    math.nan,
-                    statistics.fmean(a.wir for a in ours),
-                    took,
-                )
-            )
+            what = f"KnapFormer {scenario} {spec}, WIR (published: their rule, same draws)"
+            wir, rule = (statistics.fmean(one.wir for one in found) for found in (ours, theirs))
+            rows.append(PlannerRow(what, rule, rule, math.nan, wir, took))
     for scenario, spec, published, best in MIXED:
         ours, _, took = _compare(scenario, parse_topology(spec, 32), steps)
-        rows.append(
-            PlannerRow(
-                f"KnapFormer {scenario} {spec}, max/mean",
-                published,
-                1.02 * best,
-                best,
-                statistics.fmean(a.max_over_mean for a in ours),
-                took,
-            )
-        )
+        ratio = statistics.fmean(one.max_over_mean for one in ours)
+        rows.append(PlannerRow(f"KnapFormer {scenario} {spec}, max/mean", published, 1.02 * best, best, ratio, took))
     ours = [balance(_equal_videos(seed), parse_topology("g1n24+g8n1", 32)) for seed in range(2 * len(steps))]
-    rows.append(
-        PlannerRow(
-            "KnapFormer equal videos g1n24+g8n1, max/mean",
-            2.43,
-            1.02 * 1.021,
-            1.021,
-            statistics.fmean(a.max_over_mean for a in ours),
-        )
-    )
-    return rows
+    ratio = statistics.fmean(one.max_over_mean for one in ours)
+    return [*rows, PlannerRow("KnapFormer equal videos g1n24+g8n1, max/mean", 2.43, 1.02 * 1.021, 1.021, ratio)]
 
 
 def _compare(scenario: str, sizes: Sequence[int], steps: Sequence[int]) -> tuple[list[Balance], list[Balance], float]:
@@ -400,16 +369,9 @@ def _open_sora(quick: bool) -> PlannerRow:
     profile = Profile.from_flops(
         dit, geometry=Geometry(), tflops=400.0, degrees=(1, 2, 4, 8), exchange_gbps=200.0, element_bytes=2
     )
-    idle, took = [], []
-    for seed in range(3 if quick else 10):
-        plan = checked_plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2))
-        idle.append(plan.steps[0].idle_ratio)
-        took.append(plan.steps[0].planning_s)
-    return PlannerRow(
-        "Open-Sora v2 stage 2, 8 groups, idle share",
-        0.62,
-        0.02,
-        math.nan,
-        statistics.fmean(idle),
-        statistics.median(took),
-    )
+    steps = [
+        checked_plan([stage2_items(32, seed)], profile, Cluster.parse("1x8"), PlanOptions(budget_s=0.2)).steps[0]
+        for seed in range(3 if quick else 10)
+    ]
+    idle, took = statistics.fmean(one.idle_ratio for one in steps), statistics.median(one.planning_s for one in steps)
+    return PlannerRow("Open-Sora v2 stage 2, 8 groups, idle share", 0.62, 0.02, math.nan, idle, took)
