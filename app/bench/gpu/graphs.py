@@ -63,7 +63,8 @@ class PicturePass:
         sync.form(Group.solo(), None)
         once, repeats = _pass(dit, call, sync), place.pick(10, 2)
         written = place.seconds(once, repeats, warm_up=place.pick(3, 1)).seconds
-        host_written, as_written = _host_seconds(once, place, repeats), expected.compared(_gradients(sync))
+        host_written = _host_seconds(once, place, repeats)
+        as_written = expected.compared(_gradients(sync), "as written")
         taken = _taken_gib(place)
         dit.graphed = graphed(config, place)
         once()
@@ -71,12 +72,12 @@ class PicturePass:
             capturing = place.seconds(once, 1, warm_up=0).seconds  # the second of its kind
         graphs = place.seconds(once, repeats).seconds
         host_graphs = _host_seconds(once, place, repeats)
-        by_graphs = expected.compared(_gradients(sync))
+        by_graphs = expected.compared(_gradients(sync), "by graphs")
         figures: dict[str, Figure] = {
-            "right": as_written.right and dit.graphed.by_graphs and by_graphs.right,
+            "right": dit.graphed.by_graphs and bool(as_written["right as written"] and by_graphs["right by graphs"]),
             "by graphs": dit.graphed.by_graphs,
-            **as_written.figures("as written"),
-            **by_graphs.figures("by graphs"),
+            **as_written,
+            **by_graphs,
             "rows": call.layout.local_tokens,
             "seconds as written": written,
             "seconds by graphs": graphs,
@@ -123,18 +124,6 @@ def _plain_gradients(dit: PackedTransformer, call: PackedCall) -> dict[str, Tens
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Gradients beside those that are expected."""
-
-    right: bool
-    worst: str  # the parameter whose gradient is furthest off, and by what share of its norm
-    error: float  # of all of them together, as a share of their norm
-
-    def figures(self, way: str) -> dict[str, Figure]:
-        return {f"right {way}": self.right, f"error {way}": self.error, f"worst {way}": self.worst}
-
-
 class _Expected:
     """Gradients of two plain passes: what is expected, and how far two passes are apart that do the same."""
 
@@ -142,18 +131,19 @@ class _Expected:
         self._first = first
         self._noise = {name: _distance(one, second[name]) for name, one in first.items()}
 
-    def compared(self, found: dict[str, Tensor]) -> _Compared:
-        """Each gradient is right but for rounding, or for some times what two plain passes differ by."""
+    def compared(self, found: dict[str, Tensor], way: str) -> dict[str, Figure]:
+        """Each gradient is right but for rounding, or for some times what two plain passes differ by. Beside that the
+        error of all together, as a share of their norm, and the parameter whose gradient is furthest off."""
         off = {name: _distance(found[name], one) for name, one in self._first.items()}
         norms = {name: float(one.float().norm()) for name, one in self._first.items()}
         shares = {name: off[name] / max(norms[name], 1e-30) for name in off}
         worst = max(shares, key=shares.__getitem__)
         noise = self._noise[worst] / max(norms[worst], 1e-30)
-        return _Compared(
-            right=all(off[name] <= _ERROR * norms[name] + _TIMES_NOISE * self._noise[name] for name in off),
-            worst=f"{worst} {shares[worst]:.1e}, two plain passes {noise:.1e}",
-            error=math.hypot(*off.values()) / max(math.hypot(*norms.values()), 1e-30),
-        )
+        return {
+            f"right {way}": all(off[name] <= _ERROR * norms[name] + _TIMES_NOISE * self._noise[name] for name in off),
+            f"error {way}": math.hypot(*off.values()) / max(math.hypot(*norms.values()), 1e-30),
+            f"worst {way}": f"{worst} {shares[worst]:.1e}, two plain passes {noise:.1e}",
+        }
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
