@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from app.bench.gpu.lines import ResultLine, good_figures
 from app.bench.gpu.measurement import Earlier, Figure
@@ -45,22 +46,14 @@ def judged(lines: Iterable[ResultLine]) -> list[tuple[Target, DecidingFigure | N
     return [(target, target.deciding(earlier)) for target in TARGETS]
 
 
-def _least(prefix: str, figure: Callable[[str], bool], where: Callable[[str], bool] = lambda name: True) -> Picker:
-    return _extreme(prefix, figure, where, min)
-
-
-def _most(prefix: str, figure: Callable[[str], bool], where: Callable[[str], bool] = lambda name: True) -> Picker:
-    return _extreme(prefix, figure, where, max)
-
-
 Picker = Callable[[Earlier], DecidingFigure | None]
 
 
 def _extreme(
+    choose: Callable[..., DecidingFigure],
     prefix: str,
     figure: Callable[[str], bool],
-    where: Callable[[str], bool],
-    choose: Callable[..., DecidingFigure],
+    where: Callable[[str], bool] = lambda name: True,
 ) -> Picker:
     """Over all figures whose key fits, of all measurements whose name begins with `prefix` and fits."""
 
@@ -75,6 +68,9 @@ def _extreme(
         return choose(found, key=lambda one: one.value) if found else None
 
     return pick
+
+
+_least, _most = partial(_extreme, min), partial(_extreme, max)
 
 
 def _number(value: Figure) -> float | None:
