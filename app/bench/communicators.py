@@ -25,7 +25,8 @@ from actors.planning.make_plan import rolling_cut
 from actors.planning.memory import PEER_GIB
 from actors.planning.options import profile_of
 from actors.run.communicators import Communicators
-from app.bench.planner import CONFIGS, PROFILE, checked_plan
+from app.bench.planner import checked_plan
+from app.bench.workload import CONFIGS, PROFILE
 from app.inputs.items import batches_of, items_from_buckets
 from app.settings.config import RunConfig
 from ops.geometry import Geometry

@@ -21,7 +21,7 @@ from actors.plan.schedule.figures import assemble
 from actors.plan.schedule.problem import Mapper, PlanOptions, Problem
 from actors.plan.strategies.cascade import plan_horizon
 from actors.plan.types import Cluster, Item
-from app.bench.planner import PROFILE, published_set
+from app.bench.workload import PROFILE, published_set
 
 MAPPERS = {
     "all rules": Mapper(),

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -34,14 +33,11 @@ from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.options import LEAST_GAIN
 from actors.run.dispatch import end_of
 from actors.run.steps import early_encodes
-from app.inputs.workload import read_workload
-from ops.code_path import ROOT
+from app.bench.workload import PROFILE, published_set, set_file
 from ops.geometry import Geometry
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.typed import ConfigError
 
-CONFIGS = ROOT / "configs"
-PROFILE = CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json"  # latencies that Arachne has published
 WIDTH = 3072  # FLUX and HunyuanVideo
 LOOKAHEAD = 2  # steps whose encodes may run early in a rolling sequence
 
@@ -88,17 +84,6 @@ def run(
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         print(row.markdown())
-
-
-def set_file(name: str) -> Path:
-    """A published workload, and what published planners made of it."""
-    return CONFIGS / "bench" / f"{name}.json"
-
-
-def published_set(name: str, every: int = 1) -> tuple[list[list[Item]], Cluster]:
-    """One step of every N of a published workload, and its cluster."""
-    known = read_workload(set_file(name))
-    return [list(step) for step in known.steps[::every]], Cluster.parse(known.cluster)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.problem import PlanOptions, Problem
-from app.bench.planner import PROFILE, published_set
+from app.bench.workload import PROFILE, published_set
 
 TICK_S = 0.01  # durations are rounded down to it, so the bound holds
 

@@ -37,11 +37,9 @@ from actors.worker.loading import Modules
 from actors.worker.measure import CascadeMeasure
 from actors.worker.worker import Worker
 from app.bench import host_memory, memory
-from app.bench.cluster.parts import VirtualFeeder
-from app.bench.cluster.setups import WORKLOAD, scaled_profile
 from app.bench.lab import Lab
 from app.bench.markdown import markdown_table
-from app.inputs.workload import read_workload
+from app.bench.workload import ItemFeeder, published_set, scaled_profile
 from app.settings.out_files import check_writable
 from data.types import Batch
 from ops.counted import counted
@@ -101,7 +99,7 @@ class TimedWorker(Worker):
         return TimedEncoding(self.executor)
 
 
-class WorkloadFeeder(VirtualFeeder):
+class WorkloadFeeder(ItemFeeder):
     """Hands out the items of a workload file; the pixels are one byte."""
 
     def batches(self, step: int) -> StepBatches:
@@ -178,7 +176,7 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float, lookahead: int) -> 
     from actors.feed.step_source import actor_factory
 
     nodes = [lab.add_node(workers=workers // 2) for _ in range(2)]
-    drawn = read_workload(WORKLOAD).steps[:steps]
+    drawn = published_set("A-16gpu")[0][:steps]
     items = [[replace(item, id=f"s{number}.{item.id}") for item in step] for number, step in enumerate(drawn)]
     config = lab.config(
         "timed",

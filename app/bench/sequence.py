@@ -24,7 +24,7 @@ from actors.plan.costs.fit import Fit
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.point import Samples
 from actors.planning.options import flop_profile
-from app.bench.planner import CONFIGS
+from app.bench.workload import CONFIGS
 from app.settings.config import RunConfig
 from ops.degrees import default_degrees, exchanged
 from ops.geometry import Geometry

@@ -28,10 +28,11 @@ from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
 from app.bench.cluster.page import html
 from app.bench.cluster.physics import Physics
-from app.bench.cluster.setups import Disturbance, Setup, scaled_profile, workload
+from app.bench.cluster.setups import Disturbance, Setup, workload
 from app.bench.cluster.simulate import run_here
 from app.bench.cluster.tables import curves_of, fitted, steps_line, thread_line, ways_of
 from app.bench.cluster.watching import seconds_of_threads
+from app.bench.workload import scaled_profile
 from ops.typed import ConfigError
 from tests.app.pages import assert_every_picture_has_a_name
 

@@ -7,8 +7,8 @@ import pytest
 from actors.plan.costs.forms import FORMS
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
-from app.bench.planner import CONFIGS
 from app.bench.sequence import HALVES, HIDDEN, RING, SHARED, USP, geometry_of, priced, run, ways_of
+from app.bench.workload import CONFIGS
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.wan.config import WanConfig

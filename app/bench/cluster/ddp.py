@@ -24,7 +24,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Item, Module
 from app.bench.cluster.physics import Physics
-from app.bench.cluster.setups import SETTLED, Setup, scaled_profile, workload
+from app.bench.cluster.setups import SETTLED, Setup, workload
+from app.bench.workload import scaled_profile
 
 OWN, LEAST, COMMON = "ddp", "ddp, least degree", "ddp, a bucket a step"
 

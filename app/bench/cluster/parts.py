@@ -24,7 +24,6 @@ from typing import cast
 import numpy as np
 
 from actors.config import RuntimeConfig, SnapshotConfig
-from actors.feed.pulse import AnsweringActor
 from actors.held_state import HeldShard, Origin
 from actors.letters import RelayHandle
 from actors.messages import PublishedResult, WorkerHandle
@@ -43,10 +42,10 @@ from actors.state.keeper import KeeperHandle, place
 from actors.state.keeper_fleet import Base, Keepers
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
-from actors.step import DrawnItem, Position, StepBatches
+from actors.step import StepBatches
 from app.bench.cluster.handles import HostHandle, NodeHandle, host_of
 from app.bench.cluster.worker import ELEMENTS
-from app.inputs.workload import drawn_items
+from app.bench.workload import ItemFeeder
 
 
 @dataclass
@@ -260,17 +259,8 @@ def _cached(step: int, item: Item, module: Module) -> list[PublishedResult]:
     return [PublishedResult(module=module, id=(step, item.id, n), rows=rows, ok=True) for n in range(item.batch)]
 
 
-class VirtualFeeder(AnsweringActor):
+class VirtualFeeder(ItemFeeder):
     """Hands out the items of a workload; there are no pixels."""
-
-    def __init__(self, steps: Sequence[Sequence[Item]]) -> None:
-        self._steps = steps
-
-    def start(self, first_step: int, token: Position | None = None, avoid: Sequence[str] = ()) -> dict[str, int]:
-        return {"steps": len(self._steps)}
-
-    def items(self, step: int) -> tuple[DrawnItem, ...]:
-        return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         """Every item has a reference of its own, as in a run: whoever passes them on counts each."""
@@ -280,12 +270,3 @@ class VirtualFeeder(AnsweringActor):
             position=self.token(step + 1),
             cached={(module, item.id): put(_cached(step, item, module)) for item in items for module in item.cached},
         )
-
-    def resize(self, record: object) -> None: ...
-    def release(self, step: int) -> None: ...
-
-    def ledger(self) -> dict[str, int]:
-        return {}
-
-    def token(self, step: int) -> Position:
-        return {"step": step}

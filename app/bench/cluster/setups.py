@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from actors.config import CheckpointConfig, PlannerConfig, RuntimeConfig, SnapshotConfig, TrainConfig, WorkersConfig
-from actors.plan.costs.profile import Profile
-from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Cluster, Item
 from app.bench.cluster.physics import Physics
-from app.bench.planner import PROFILE, set_file
+from app.bench.workload import set_file
 from app.inputs.workload import read_workload
 from data.config import DataConfig, SourceConfig
 from ops.models.config import ModelConfig
@@ -20,7 +18,6 @@ from ops.typed import ConfigError
 
 WORKLOAD = set_file("A-16gpu")
 RELAY_FROM = 128
-TEXT_S = 0.2  # of a text encode, which the profile does not have
 GPUS_OF_AN_ITEM = 4  # the workload has four items for 16 GPUs
 SETTLED = 2  # the first step that counts
 
@@ -97,17 +94,6 @@ def planner_config(setup: Setup) -> PlannerConfig:
         static_degree=setup.static_degree,
         lookahead=setup.lookahead,
     )
-
-
-def scaled_profile(speed: float) -> Profile:
-    """The published latencies in real seconds, and a text encode for every batch."""
-    told = json.loads(PROFILE.read_text())
-    texts = [
-        {"module": "text", "batch": b, "frames": 0, "height": 0, "width": 0, "degree": 1, "seconds": TEXT_S}
-        for b in range(1, 17)
-    ]
-    latency = [point | {"seconds": point["seconds"] / speed} for point in [*told["latency"], *texts]]
-    return read_profile({**told, "latency": latency, "degrees": {**told["degrees"], "text": [1]}})
 
 
 def workload(setup: Setup) -> list[list[Item]]:

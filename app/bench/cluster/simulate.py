@@ -34,8 +34,9 @@ from app.bench.cluster.parts import (
     VirtualState,
     VirtualWriter,
 )
-from app.bench.cluster.setups import Setup, planner_config, runtime_config, scaled_profile, workload
+from app.bench.cluster.setups import Setup, planner_config, runtime_config, workload
 from app.bench.cluster.watching import Watching
+from app.bench.workload import scaled_profile
 from app.run.recorder import Recorder
 from ops.geometry import Geometry
 

@@ -17,7 +17,8 @@ from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
 from app.bench.mapper import mean_step_s
 from app.bench.papers.figure import Reproduce, Reproduction
-from app.bench.planner import PROFILE, checked_plan, published_set
+from app.bench.planner import checked_plan
+from app.bench.workload import PROFILE, published_set
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.cogvideox.config import CogVideoXConfig
