@@ -15,7 +15,6 @@ from actors.messages import FinishTask
 from actors.worker.executor import Executor
 from actors.worker.meter import meter_of
 from app.bench.gpu.graphs import graphed
-from app.bench.gpu.idle import device_use
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.models import (
     CLIP_480P81,
@@ -27,8 +26,7 @@ from app.bench.gpu.models import (
     build,
     small,
 )
-from app.bench.gpu.timeline import timeline, traced
-from app.bench.gpu.train_step import AS_TRAINED, make_trained
+from app.bench.gpu.train_step import AS_TRAINED, idle_of, make_trained
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops.models.base.config import DiTConfig
 
@@ -64,15 +62,8 @@ class WorkerStep:
             "spread": timing.spread,
             "cascades": len(steps.cascades),
             "kept attention": steps.kept,
+            **idle_of(steps.run, self.name, place),
         }
-        try:
-            events = traced(steps.twice, place)
-        except RuntimeError as error:
-            figures |= {"idle share": None, "profiler": str(error)}
-        else:
-            use = device_use(events)
-            figures |= {"idle share": use.idle_share, "longest gap ms": 1e3 * use.longest_gap_s}
-            figures |= timeline(events, self.name, place)
         worker.leave()
         return figures
 
@@ -116,10 +107,6 @@ class _Steps:
         done = worker.finish(end)
         self.kept = sum(span.kept_attention for span in done.spans)
         self.step += 1
-
-    def twice(self) -> None:
-        self.run()
-        self.run()
 
 
 def _plain_step(config: DiTConfig, place: Place) -> Callable[[], None]:

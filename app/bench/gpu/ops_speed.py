@@ -52,7 +52,6 @@ class OpsSpeed(RunsAnywhere):
                 layout=layout,
                 width=width,
                 variants={name: op.variants[name] for name in ("fused", "eager")},
-                ablations=False,
             )
             # a rehearsal sends one layout through the interpreted kernels, which take 10 ms a row
             kernels = place.rehearse and layout.name == "packed" and interpreting()

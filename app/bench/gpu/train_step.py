@@ -119,7 +119,7 @@ class TrainStep:
             off = None if expected is None else abs(step().grad_norm / expected - 1)
             timing = place.seconds(step, place.pick(3, 1), warm_up=place.pick(2, 1))
             peak = place.peak_gib(step)
-            idle = _idle(step, self.name if self.setting in DRAWN else None, place)
+            idle = idle_of(step, self.name if self.setting in DRAWN else None, place)
             codes = _codes(dit, sync, config, place) if settings.compiled else {}
         return {
             **({} if off is None else {"right": off < _NORM_ERROR, "gradient norm off by": off}),
@@ -148,7 +148,7 @@ def measurements(model: str) -> list[TrainStep]:
     ]
 
 
-def _idle(step: Callable[[], object], name: str | None, place: Place) -> dict[str, Figure]:
+def idle_of(step: Callable[[], object], name: str | None, place: Place) -> dict[str, Figure]:
     """The idle share of two steps and the time between them, and with a name their timeline. Where profiling is not
     allowed, only these figures are missing."""
     try:
