@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from actors.state.hosts import HostNeed, host_need
+from actors.state.hosts import host_need
 from app.bench.lab import OPEN_END, Lab
 from app.settings.config import RunConfig
 from ops.models.load import num_trained
@@ -97,19 +97,11 @@ def _asked(config: RunConfig, layout: Sequence[int]) -> float:
     """GiB, of all nodes."""
     weight = bytes_per_weight(config.train.optimizer)
     state_gib = num_trained(config.model.dit) * weight / GIB
-    needs: list[HostNeed] = [
-        host_need(
-            state_gib,
-            weight,
-            config.snapshot,
-            here=here,
-            workers=sum(layout),
-            nodes=len(layout),
-            node_gradient=True,
-        )
+    workers, nodes = sum(layout), len(layout)
+    return sum(
+        host_need(state_gib, weight, config.snapshot, here=here, workers=workers, nodes=nodes, node_gradient=True).total
         for here in layout
-    ]
-    return sum(need.total for need in needs)
+    )
 
 
 def _taken(lab: Lab, config: RunConfig) -> float:

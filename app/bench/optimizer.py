@@ -51,14 +51,10 @@ class StepCost:
         return 1e3 * statistics.median(self.seconds)
 
 
-class Weights(nn.Module):
+def weights(elements: int, dtype: torch.dtype) -> nn.Module:
     """A model of equal layers without a forward: random numbers, the same on every rank."""
-
-    def __init__(self, elements: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        values = torch.randn(elements, generator=generator).to(dtype)
-        self.layers = nn.ParameterList(nn.Parameter(part) for part in values.chunk(_LAYERS))
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return nn.ParameterList(nn.Parameter(part) for part in values.chunk(_LAYERS))
 
 
 def plain_step(group: Group, elements: int) -> Callable[[], None]:
@@ -76,7 +72,7 @@ def plain_step(group: Group, elements: int) -> Callable[[], None]:
 
 
 def flat_step(group: Group, elements: int, config: OptimizerConfig, dtype: torch.dtype) -> Callable[[], None]:
-    sync = FlatSync(Weights(elements, dtype), config, total_steps=1000)
+    sync = FlatSync(weights(elements, dtype), config, total_steps=1000)
     sync.form(group, None)
     sync.gradient().normal_()
 
@@ -88,7 +84,7 @@ def flat_step(group: Group, elements: int, config: OptimizerConfig, dtype: torch
 
 def late_step(group: Group, elements: int, early: bool) -> Callable[[], float]:
     """A step whose last rank ends its backward late; returns the seconds after that, 0 on the other ranks."""
-    sync = FlatSync(Weights(elements, torch.float32), FULL, total_steps=1000)
+    sync = FlatSync(weights(elements, torch.float32), FULL, total_steps=1000)
     sync.form(group, None)
     late = group.rank == group.size - 1
 
