@@ -283,7 +283,8 @@ def _timed_table(timed: TimedSteps) -> str:
         ),
         ("gradient sum and update at the end of a step", f"{timed.sync_ms:.1f} ms", ""),
     ]
-    return _markdown(f"{counted(timed.workers, 'worker')}, {timed.steps} steps of timed waits", rows)
+    title = f"{counted(timed.workers, 'worker')}, {timed.steps} steps of timed waits"
+    return markdown_table((title, "measured", "must"), rows)
 
 
 def _real_table(real: Mapping[str, StrategyPace]) -> str:
@@ -293,8 +294,4 @@ def _real_table(real: Mapping[str, StrategyPace]) -> str:
         ("cascade / static, seconds per step", seconds, "< 1"),
         ("idle share, cascade / static", f"{cascade.idle:.0%} / {static.idle:.0%}", ""),
     ]
-    return _markdown("tiny model, 2 workers, mixed buckets", rows)
-
-
-def _markdown(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    return markdown_table((title, "measured", "must"), rows)
+    return markdown_table(("tiny model, 2 workers, mixed buckets", "measured", "must"), rows)

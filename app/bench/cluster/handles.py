@@ -38,14 +38,9 @@ class HostHandle(Protocol):
     def begin(self) -> Method[[int], None]: ...
 
 
-def node_number(node: str) -> int:
-    """The number in its name: 7 of n0007."""
-    return int(node[1:])
-
-
 def host_of(node: str, hosts: Sequence[HostHandle]) -> HostHandle:
-    """The process that hosts the workers of a node."""
-    return hosts[node_number(node) % len(hosts)]
+    """The process that hosts the workers of a node, by the number in its name: 7 of n0007."""
+    return hosts[int(node[1:]) % len(hosts)]
 
 
 class NodeHandle:

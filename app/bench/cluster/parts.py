@@ -69,12 +69,6 @@ class Machines:
         self.nodes.remove(node)
         return [worker for worker, home in self.homes.items() if home == node]
 
-    @property
-    def free(self) -> int:
-        """Workers that could start now."""
-        used = Counter(self.homes.values())
-        return sum(self.gpus - used[node] for node in self.nodes)
-
     def rooms(self) -> list[str]:
         """A node for every worker that has room now: the first is filled first."""
         used = Counter(self.homes.values())
@@ -161,7 +155,7 @@ class VirtualLookout(Lookout):
         return frozenset()
 
     def _room(self) -> int:
-        return self._machines.free
+        return len(self._machines.rooms())
 
 
 class VirtualKeepers(Keepers):
