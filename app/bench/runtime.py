@@ -43,6 +43,8 @@ from app.bench.workload import ItemFeeder, published_set, scaled_profile
 from app.settings.out_files import check_writable
 from data.types import Batch
 from ops.counted import counted
+from ops.models.folders import resolve
+from ops.models.load import build_dit
 from ops.update.sync import FlatSync
 
 if TYPE_CHECKING:
@@ -85,15 +87,14 @@ def _wait(task: CascadeTask, measure: CascadeMeasure) -> None:
 
 
 class TimedWorker(Worker):
-    """A worker whose model is one small layer and whose cascades are waits."""
+    """A worker whose cascades are waits."""
 
     def _load(self) -> Executor:
-        torch.manual_seed(0)  # all workers begin with the same weights
-        layer = torch.nn.Linear(64, 64)
+        (model, geometry), train = resolve(self.settings.model), self.settings.train
+        dit = build_dit(model.dit, train.seed)
         nothing: Any = SimpleNamespace()  # no encoder is asked for anything
-        modules = Modules(config=self.settings.model, geometry=nothing, dit=layer, vae=nothing, text=nothing)
-        train = self.settings.train
-        return TimedExecutor(modules, FlatSync(layer, train.optimizer, train.steps), train, self.device, self._phase)
+        modules = Modules(config=model, geometry=geometry, dit=dit, vae=nothing, text=nothing)
+        return TimedExecutor(modules, FlatSync(dit, train.optimizer, train.steps), train, self.device, self._phase)
 
     def _encoding(self) -> Encoding:
         return TimedEncoding(self.executor)
@@ -184,7 +185,7 @@ def _timed(lab: Lab, workers: int, steps: int, speed: float, lookahead: int) -> 
         workers={"min": workers, "max": workers, "wait_s": 600},
         snapshot={"enabled": False},
         planner={"budget_s": 0.2, "lookahead": lookahead, "split": False},
-        model={"dit": {"num_heads": 24}},
+        model={"dit": {"num_layers": 1, "num_heads": 24, "head_dim": 2}},  # of whose weights only the sum is seen
     )
     run = lab.start(
         config,
