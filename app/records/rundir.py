@@ -25,7 +25,6 @@ ENVIRONMENT = "env.json"  # what the workers compute with now
 WORKERS, OLDER_WORKERS = "workers.jsonl", "workers.1.jsonl"  # figures of single workers, of the newest steps
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
 _LATER = "later-than-"  # folders begin so of what came after a checkpoint to which the run has gone back
-_BY_WORKER = re.compile(r', "\w+_by_worker": \{[^{}]*\}')  # as it stands in a line that version 0.2 has written
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +62,8 @@ class RunDir:
         return value
 
     def metrics(self) -> Records[StepMetrics]:
-        """One record per step, in step order, as the file has them. Figures of single workers, which earlier versions
-        wrote there, are left out: they are four fifths of a line where there are 64 of them."""
-        return Records((self.path / METRICS,), metrics_of, _without_workers)
+        """One record per step, in step order, as the file has them."""
+        return Records((self.path / METRICS,), metrics_of)
 
     def events(self) -> Records[RunEvent]:
         return Records((self.path / "events.jsonl",), event_of)
@@ -116,14 +114,6 @@ def _step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _whole(line: str) -> str:
-    return line
-
-
-def _without_workers(line: str) -> str:
-    return _BY_WORKER.sub("", line)
-
-
 @dataclass(frozen=True, slots=True)
 class Records(Generic[R]):
     """Records of JSON-lines files, read one by one whenever they are gone through; none is held.
@@ -133,12 +123,11 @@ class Records(Generic[R]):
 
     paths: tuple[Path, ...]
     record_of: Callable[[JsonObject], R]
-    text_of: Callable[[str], str] = _whole  # what is read of a line
     starts: Mapping[Path, int] = field(default_factory=dict)  # bytes of a file that are not read, whole lines
 
     def __iter__(self) -> Iterator[R]:
         for path in self.paths:
-            for number, line in numbered_lines(path, self.text_of, self.starts.get(path, 0)):
+            for number, line in numbered_lines(path, self.starts.get(path, 0)):
                 try:
                     yield self.record_of(line)
                 except RecordError as error:
@@ -162,9 +151,7 @@ def _count(path: Path) -> int:
     return found
 
 
-def numbered_lines(
-    path: Path, text_of: Callable[[str], str] = _whole, start: int = 0
-) -> Iterator[tuple[int, JsonObject]]:
+def numbered_lines(path: Path, start: int) -> Iterator[tuple[int, JsonObject]]:
     """Objects of a JSON-lines file with the number of each line, from 1; those that begin at byte `start` or later.
     (A live run may have moved another file to this place since `start` was found.)
 
@@ -182,7 +169,7 @@ def numbered_lines(
             if torn is not None:
                 raise torn
             try:
-                record = json.loads(text_of(line))
+                record = json.loads(line)
             except json.JSONDecodeError as error:
                 torn = ConfigError(f"{path} line {number} is not JSON: {error.msg}.")
                 continue

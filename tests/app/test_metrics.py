@@ -18,7 +18,6 @@ from app.inputs.checkpoints import most_steps, steps_begun
 from app.records.follow import Tail
 from app.records.metrics import PER_WORKER, Metrics, scalars
 from app.records.progress import ProgressLine, clock, figures
-from app.records.rundir import RunDir
 from app.records.trackers import TensorBoardTracker
 from app.settings.config import RunConfig
 
@@ -238,15 +237,6 @@ def test_a_step_that_is_computed_again_without_figures_of_workers_leaves_no_line
     assert of_workers(tmp_path) == [0] and steps(tmp_path) == [0, 1]
     write_of_workers(tmp_path, 2)
     assert of_workers(tmp_path) == [0, 2]
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_the_figures_of_workers_in_their_file(tmp_path: Path) -> None:
-    old = line(0, tflops_by_worker={"w0": 1.0}).line()
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
-    write_of_workers(tmp_path, 1, 2)
-    assert steps(tmp_path) == [0, 1, 2] and of_workers(tmp_path) == [1, 2]
-    (tmp_path / "config.yaml").write_text("run: {name: old}\n")
-    assert [found.tflops_by_worker for found in RunDir.open(tmp_path).metrics()] == [{}, {}, {}]
 
 
 def test_nan_is_written_as_null(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from actors.records.events import event_of
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
 from app.drawing.svg import MAX_POINTS, Series, line_chart, thin_out
-from app.records.rundir import TIMELINE, Records, RunDir, _without_workers
+from app.records.rundir import TIMELINE, Records, RunDir
 from app.report.curves import loss_html
 from app.report.figures import Curve, Values
 from app.report.gathered import read_facts
@@ -172,20 +171,6 @@ def test_of_many_events_the_first_and_the_last_are_told() -> None:
         events.add(event_of({"time": float(n), "event": "dead", "worker": f"w{n}", "why": ""}))
     named = [text for _, text in (*events.first, *events.last)]
     assert named == [f"worker w{n} died" for n in (*range(20), *range(940, 1000))] and events.num_told == 1000
-
-
-def test_figures_of_single_workers_that_an_earlier_version_wrote_are_left_out(tmp_path: Path) -> None:
-    many = {f"w{n}": n / 64 if n else math.nan for n in range(64)}
-    line = metrics_of({**metrics_line(7), "hfu": 0.5, "loss_by_expert": {"high": 0.25}})
-    line = replace(line, tflops_by_worker=many, mfu_by_worker=many, exposed_by_worker=many)
-    (tmp_path / "config.yaml").write_text("run: {name: long}\n")
-    _write(tmp_path / "metrics.jsonl", iter([line.line(), {"step": 8, "tflops_by_worker": {}}]))
-    run = RunDir.open(tmp_path)
-    whole, after = run.metrics()
-    assert repr(whole) == repr(replace(line, tflops_by_worker={}, mfu_by_worker={}, exposed_by_worker={}))
-    assert after.step == 8
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert len(_without_workers(text)) < len(text) / 3, "what is parsed"
 
 
 def test_a_month_of_samples_is_not_named_one_by_one(tmp_path: Path) -> None:
