@@ -93,8 +93,7 @@ class WrittenTimeline:
 
 
 class WindowTimes(NamedTuple):
-    """When an execution of a step began and ended, in unix seconds. A tuple: old files have no beginning, and a tuple
-    with the NaN that stands for it equals itself."""
+    """When an execution of a step began and ended, in unix seconds."""
 
     start: float
     end: float
@@ -136,7 +135,7 @@ def _entries(shown: Iterable[StepWindow], events: Iterable[RunEvent], to_the_end
     lanes = _Lanes()
     for window in shown:
         if not named:
-            origin = min(_begin_of(window), *(span.start for span in window.spans))
+            origin = min(window.times.start, *(span.start for span in window.spans))
             yield _meta(RUN_PID, "process_name", "run")
             yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
             yield _meta(RUN_PID, "thread_name", "events", tid=EVENTS)
@@ -185,18 +184,12 @@ def _bars(window: StepWindow) -> Iterator[_Bar]:
             look=look,
         )
         yield bar
-        if (times := span.planned) is not None and not math.isnan(span.step_start):
+        if (times := span.planned) is not None:
             start, end = (span.step_start + seconds for seconds in times)
             yield replace(bar, kind=PLANNED, kind_name="planned", start=start, end=end, look={"cat": "planned"})
     args: JsonObject = {"step": window.step}
-    start, end = _begin_of(window), window.times.end
+    start, end = window.times
     yield _Bar(pid=RUN_PID, kind=STEPS, kind_name="steps", name=f"step {window.step}", start=start, end=end, args=args)
-
-
-def _begin_of(window: StepWindow) -> float:
-    """When the step began; in old files, which do not have that, when its first span did."""
-    start = window.times.start
-    return min(span.start for span in window.spans) if math.isnan(start) else start
 
 
 class _Lanes:

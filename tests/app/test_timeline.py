@@ -154,19 +154,6 @@ def test_a_plan_that_is_far_too_slow_takes_eight_lanes_of_a_worker(tmp_path: Pat
     }
 
 
-def test_an_old_file_without_beginnings_of_steps_has_them_at_their_first_spans(tmp_path: Path) -> None:
-    run = long_timeline(tmp_path, steps=2)
-    lines = [one.line() | {"planned_start_s": 0.0, "planned_end_s": 1.0} for one in run.spans()]
-    for line in lines:
-        del line["step_start"]
-    (tmp_path / OLDER_TIMELINE).unlink()
-    (tmp_path / TIMELINE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    entries = trace(run)
-    drawn = [entry for entry in entries if entry["ph"] == "X"]
-    assert len(drawn) == 20 + len(slices(entries, RUN_PID, 0)) and overlaps(entries) == []
-    assert slices(entries, RUN_PID, 0)[0]["ts"] == 0
-
-
 def test_a_run_without_spans_gives_an_empty_trace(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").write_text("")
     assert trace(RunDir.open(run_folder)) == []
