@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.settings.files import changed_at
 from ops.attention.table import AttentionTable
 from ops.typed import ConfigError, Node, as_plain, build, node_of, read_json
 
@@ -23,16 +24,10 @@ def read_table(path: Path) -> AttentionTable:
 def with_attention_table(config: Node) -> Node:
     """The config with `model.dit.attention: FILE.json` replaced by what the file says: other nodes lack the file, and
     a run keeps the table it began with."""
-    return _replaced(config, ["model", "dit", "attention"])
+    return changed_at(config, ["model", "dit", "attention"], _of_file)
 
 
-def _replaced(node: Node, names: list[str]) -> Node:
-    if not names:
-        if isinstance(node.value, str) and node.value.endswith(".json"):
-            table = node_of(as_plain(read_table(Path(node.value))))
-            return Node(table.value, node.where)
-        return node
-    head, *rest = names
-    if not isinstance(node.value, dict) or head not in node.value:
-        return node
-    return Node({**node.value, head: _replaced(node.value[head], rest)}, node.where)
+def _of_file(setting: Node) -> Node:
+    if not (isinstance(setting.value, str) and setting.value.endswith(".json")):
+        return setting
+    return Node(node_of(as_plain(read_table(Path(setting.value)))).value, setting.where)

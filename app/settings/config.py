@@ -20,9 +20,8 @@ import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
 from app.settings.attention_table import with_attention_table
-from app.settings.by_kind import with_usual_of_kind
 from app.settings.elsewhere import DONE_OTHERWISE, ELSEWHERE, VALUES, WORDS
-from app.settings.files import override, read
+from app.settings.files import changed_at, override, read
 from app.settings.prompt_line import with_pictures
 from app.settings.prompts import with_prompts_of_file
 from app.settings.rules import (
@@ -48,9 +47,10 @@ from app.settings.rules import (
 from app.settings.sections import RunSection, SampleConfig, TrackerName, ValidationConfig
 from app.settings.written_by import explained, header
 from data.config import BucketsConfig, DataConfig, SourceConfig
+from ops.config import USUAL_OF_KIND
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.typed import Names, Node, as_plain, build, dotted_names, parse
+from ops.typed import Names, Node, as_plain, build, dotted_names, node_of, parse
 
 MaybePath = TypeVar("MaybePath", str, str | None)
 _KINDS = {"buckets": BucketsConfig.KINDS}  # sections of which a later file may give another kind
@@ -91,13 +91,22 @@ class RunConfig:
 
     @classmethod
     def _of(cls, node: Node) -> RunConfig:
-        config = build(cls, with_usual_of_kind(node), names())
+        config = build(cls, changed_at(node, ["train", "optimizer"], _with_usual_of_kind), names())
         check(config)
         return config
 
     def to_yaml(self) -> str:
         """The resolved config; loading it again gives an equal RunConfig."""
         return header() + yaml.safe_dump(as_plain(self), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _with_usual_of_kind(optimizer: Node) -> Node:
+    """With what its `kind` takes by default, for settings that it does not give."""
+    if not isinstance(optimizer.value, dict) or "kind" not in optimizer.value:
+        return optimizer
+    kind = optimizer.value["kind"].value
+    usual = USUAL_OF_KIND.get(kind, {}) if isinstance(kind, str) else {}
+    return Node({**{name: node_of(value) for name, value in usual.items()}, **optimizer.value}, optimizer.where)
 
 
 def names() -> Names:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +74,16 @@ def merge(below: Node, above: Node, kinds: Kinds | None = None, section: str = "
 def _of_other_kinds(kinds: Mapping[str, Sequence[str]], kind: str) -> frozenset[str]:
     """Keys that say nothing of a section of this kind."""
     return frozenset(key for other, own in kinds.items() if other != kind for key in (other, *own))
+
+
+def changed_at(node: Node, path: Sequence[str], change: Callable[[Node], Node]) -> Node:
+    """The node with what stands at a path below it changed; as it is where nothing does."""
+    if not path:
+        return change(node)
+    head, *rest = path
+    if not isinstance(node.value, dict) or head not in node.value:
+        return node
+    return Node({**node.value, head: changed_at(node.value[head], rest, change)}, node.where)
 
 
 def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None, joined: Collection[str] = ()) -> Node:

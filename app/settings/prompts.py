@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.settings.files import changed_at
 from app.settings.prompt_line import PromptLine, short
 from app.settings.sections import LongPrompts
 from ops.models.config import TextConfig
@@ -38,17 +39,13 @@ def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
 
 def with_prompts_of_file(config: Node) -> Node:
     """The config with `sample.prompts: FILE` replaced by the file's lines: a run keeps the prompts it began with."""
-    if not isinstance(config.value, dict):
-        return config
-    section = config.value.get("sample")
-    if section is None or not isinstance(section.value, dict):
-        return config
-    given = section.value.get("prompts")
-    if given is None or not isinstance(given.value, str):
-        return config
-    lines = [Node(line, given.where) for line in read_prompts(Path(given.value), "sample.prompts")]
-    sample = Node({**section.value, "prompts": Node(lines, given.where)}, section.where)
-    return Node({**config.value, "sample": sample}, config.where)
+    return changed_at(config, ["sample", "prompts"], _of_file)
+
+
+def _of_file(given: Node) -> Node:
+    if not isinstance(given.value, str):
+        return given
+    return Node([Node(line, given.where) for line in read_prompts(Path(given.value), "sample.prompts")], given.where)
 
 
 def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts, negative: str = "") -> list[str]:
