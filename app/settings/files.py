@@ -21,7 +21,7 @@ import yaml
 
 from ops.typed import AUTO, ConfigError, Node, as_auto, parse, plain
 
-_SET = "--set"  # where the nodes of assignments were written
+SET = "--set"  # where the nodes of assignments were written
 # name of a section -> the settings of which it takes one, each with those that belong to it
 Kinds = Mapping[str, Mapping[str, Sequence[str]]]
 
@@ -94,7 +94,7 @@ def override(node: Node, assignments: Sequence[str], kinds: Kinds | None = None,
         if not equals or not name.strip():
             raise ConfigError(f"--set {assignment!r} is not key=value, for example --set train.steps=100.")
         path = name.strip().split(".")
-        value = _assigned(assignment, name.strip(), text) if text.strip() else Node(None, _SET)
+        value = _assigned(assignment, name.strip(), text) if text.strip() else Node(None, SET)
         if path[-1] in joined and isinstance(value.value, str) and value.written == text.strip():
             value = replace(value, value=text.lstrip().rstrip("\n"))
         node = _assign(node, path, value, name.strip(), kinds or {})
@@ -144,14 +144,14 @@ def _assign(node: Node, path: list[str], value: Node, full: str, kinds: Kinds, s
     children = dict(node.value) if isinstance(node.value, dict) else {}
     if head in kinds.get(section, ()) and (rest or value.value):
         gone = _of_other_kinds(kinds[section], head)
-        children = {key: child for key, child in children.items() if key not in gone or child.where == _SET}
-    children[head] = _assign(children.get(head, Node(None, _SET)), rest, value, full, kinds, head)
+        children = {key: child for key, child in children.items() if key not in gone or child.where == SET}
+    children[head] = _assign(children.get(head, Node(None, SET)), rest, value, full, kinds, head)
     return Node(children, node.where)
 
 
 def _mark(node: Node) -> Node:
     if isinstance(node.value, dict):
-        return Node({key: _mark(child) for key, child in node.value.items()}, _SET)
+        return Node({key: _mark(child) for key, child in node.value.items()}, SET)
     if isinstance(node.value, list):
-        return Node([_mark(child) for child in node.value], _SET)
-    return replace(node, where=_SET)
+        return Node([_mark(child) for child in node.value], SET)
+    return replace(node, where=SET)

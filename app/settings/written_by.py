@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from app.settings.files import SET
 from ops.code_path import ROOT
 from ops.environment import commit_of
 from ops.typed import ConfigError, UnknownKey
 
 VERSION = "0.2.0"  # of pyproject.toml: also where the package is not installed
-SET = "--set"  # where a node was written that no file has
 _LINE = re.compile(r"^# Written by Heddle (\d+(?:\.\d+)*)(?:, commit ([0-9a-f]+))?", re.MULTILINE)
 
 
