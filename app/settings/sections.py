@@ -79,13 +79,6 @@ class SampleConfig:
     long_prompts: LongPrompts = "cut"
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"sample.steps {self.steps} must be at least 1.")
-        if min(self.frames, self.height, self.width) < 1 or self.fps <= 0:
-            raise ValueError(
-                f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
-                f"must be positive."
-            )
         if any(time <= after for time, after in pairwise(self.timesteps)):
             raise ValueError(f"sample.timesteps {list(self.timesteps)} must fall, as noise does. Sort them.")
         for name, pictures in (("images", self.images), ("last_images", self.last_images)):
