@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import suppress
 from dataclasses import fields
 
 from app.settings.config import RunConfig
@@ -11,7 +10,7 @@ from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import resolve
+from ops.models.folders import resolved
 from ops.models.recipe import recipe_notes
 
 
@@ -51,14 +50,10 @@ def sample_notes(config: RunConfig) -> list[str]:
     """The same of the prompts of samples that are made during training. Raises ConfigError for one that is too long
     where those are refused, and for settings of decoding that the autoencoder does not take."""
     sample = config.sample
-    if not sample.is_live:
-        return []
-    try:
-        text = resolve(config.model)[0].text
-    except (OSError, ValueError):  # the start refuses this folder with the reason
+    if not sample.is_live or (model := resolved(config.model)) is None:
         return []
     check_decode(config.model.vae, sample)
-    return prompt_notes(sample.prompts, text, sample.long_prompts, sample.negative_prompt)
+    return prompt_notes(sample.prompts, model.text, sample.long_prompts, sample.negative_prompt)
 
 
 def _caches_random_parts(config: RunConfig) -> bool:
@@ -76,21 +71,16 @@ def _is_importable(module: str) -> bool:
 
 def _least_tokens(model: ModelConfig) -> int:
     """Rows of text that every caption has; those of a first frame are known when folders have been read."""
-    if model.text.sees_picture:
-        with suppress(OSError, ValueError):  # the start refuses this folder with the reason
-            model = resolve(model)[0]
-    return model.text.least_tokens
+    known = resolved(model) if model.text.sees_picture else None
+    return (known or model).text.least_tokens
 
 
 def _unused_numbers(config: RunConfig) -> list[str]:
     """Settings of the transformer without effect, since its folder says otherwise."""
     dit = config.model.dit
-    if not dit.path:
+    if not dit.path or (model := resolved(config.model)) is None:
         return []
-    try:
-        true = resolve(config.model)[0].dit
-    except (OSError, ValueError):  # the start refuses this folder with the reason
-        return []
+    true = model.dit
     if true.architecture != dit.architecture:
         return [
             f"model.dit.architecture is {dit.architecture}, and {dit.path} is {true.architecture}: settings that do "

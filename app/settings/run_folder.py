@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from app.settings.config import RunConfig
-from ops.models.folders import resolve
+from ops.models.folders import resolved
 from ops.typed import ConfigError, as_plain
 from ops.whole_file import write_whole
 
@@ -97,12 +97,9 @@ def save_config(config: RunConfig, folder: Path) -> bool:
 def _true_numbers(config: RunConfig) -> str:
     """Comment lines for config.yaml: numbers of the model that follow from its folders or other parts and differ from
     the settings. The settings stay as they are, since a resumed run is compared with them."""
-    model = config.model
-    try:
-        resolved = resolve(model)[0]
-    except (OSError, ValueError):  # the start refuses this folder with the reason
+    if (known := resolved(config.model)) is None:
         return ""
-    said, true = (dict(_leaves(as_plain(m), "model")) for m in (model, resolved))
+    said, true = (dict(_leaves(as_plain(model), "model")) for model in (config.model, known))
     found = [f"#   {name}: {value}" for name, value in true.items() if said.get(name) != value]
     if not found:
         return ""

@@ -265,6 +265,14 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
         return _resolve(model)
 
 
+def resolved(model: ModelConfig) -> ModelConfig | None:
+    """The model of `resolve`; None where a folder cannot be read, which a start refuses with the reason."""
+    try:
+        return resolve(model)[0]
+    except (OSError, ValueError):
+        return None
+
+
 @contextmanager
 def _named_on_the_hub(model: ModelConfig) -> Iterator[None]:
     """Errors of files that are missing, or in another form, say how to get them, where the model says from where."""
