@@ -9,7 +9,7 @@ neither torch nor Ray: a resume is refused before anything starts and before any
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import yaml
 
 from actors.state.checkpoint_files import COMPLETE, CheckpointError, is_complete, meta_of, step_folders
 from app.settings.config import RunConfig
-from app.settings.run_folder import CONFIG, run_dir
+from app.settings.run_folder import CONFIG, leaves, run_dir
 from data.config import SourceConfig
 from ops.counted import counted, first_of
 from ops.listing import paths_below
@@ -195,16 +195,6 @@ def differences(old: SettingsTree, new: SettingsTree) -> list[Change]:
         for key, value in leaves(new, known=usual)
         if before.get(key, usual[key]) != value
     ]
-
-
-def leaves(tree: SettingsTree, known: SettingsTree | None = None, path: str = "") -> Iterator[tuple[str, object]]:
-    """(section.key, value). Lists end a path, and so does a mapping that is itself a value of `known`."""
-    for name, value in tree.items():
-        key = f"{path}.{name}" if path else str(name)
-        if isinstance(value, Mapping) and value and key not in (known or {}):
-            yield from leaves(value, known, key)
-        else:
-            yield key, value
 
 
 def is_refused(change: Change, old: SettingsTree, new: SettingsTree, *, begins: bool = False) -> bool:

@@ -99,7 +99,7 @@ def _true_numbers(config: RunConfig) -> str:
     the settings. The settings stay as they are, since a resumed run is compared with them."""
     if (known := resolved(config.model)) is None:
         return ""
-    said, true = (dict(_leaves(as_plain(model), "model")) for model in (config.model, known))
+    said, true = (dict(leaves({"model": as_plain(model)})) for model in (config.model, known))
     found = [f"#   {name}: {value}" for name, value in true.items() if said.get(name) != value]
     if not found:
         return ""
@@ -107,10 +107,13 @@ def _true_numbers(config: RunConfig) -> str:
     return "\n".join([head, *found, ""])
 
 
-def _leaves(node: object, path: str) -> Iterator[tuple[str, object]]:
-    """Every setting below a node of plain values, with its dotted name."""
-    if isinstance(node, Mapping):
-        for key, child in node.items():
-            yield from _leaves(child, f"{path}.{key}")
-    else:
-        yield path, node
+def leaves(
+    tree: Mapping[str, object], known: Mapping[str, object] | None = None, path: str = ""
+) -> Iterator[tuple[str, object]]:
+    """(section.key, value). Lists end a path, and so does a mapping that is itself a value of `known`."""
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping) and value and key not in (known or {}):
+            yield from leaves(value, known, key)
+        else:
+            yield key, value

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from app.settings.config import RunConfig
-from app.settings.resume import KINDS, Change, check_resume, kind_of, leaves
-from app.settings.run_folder import prepare_run_dir
+from app.settings.resume import KINDS, Change, check_resume, kind_of
+from app.settings.run_folder import leaves, prepare_run_dir
 from ops.models.folders import dit_json, resolve
 from ops.typed import ConfigError, as_plain, dotted_names
 
