@@ -12,23 +12,23 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
 from pathlib import Path
 
 from actors.records.events import EnvironmentSeen, HeldOutMeasured
 from actors.records.metrics_line import StepMetrics
-from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
 from app.drawing.svg import BarRow, Series, bars, curve_key, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
+from app.report.facts import pieces
 from app.report.figures import Curve, RunningMean, Values
 from app.report.words import percent, short
 from app.settings.config import RunConfig
 from app.settings.out_files import check_page, put_text
 from ops.counted import counted, loss_in_words
-from ops.geometry import Geometry
-from ops.models.base.config import DiTConfig
+from ops.geometry import PixelShape
 from ops.models.folders import resolve
 from ops.relative import relative
 from ops.typed import ConfigError
@@ -192,37 +192,18 @@ def flops_by_step(run: RunDir) -> dict[int, float]:
         model, geometry = resolve(config.model)
     except (OSError, ValueError):  # another version's settings, or a model folder that is gone
         return {}
-    count = SampleFlops(model.dit, geometry)
+
+    @cache
+    def of_sample(bucket: PixelShape) -> float:
+        tokens, frames = geometry.tokens(*bucket), geometry.token_grid(*bucket)[0]
+        return 3 * (model.dit.flops.linear(tokens, 0) + model.dit.flops.attention(tokens, 0, frames)) / 1e12
+
     found: dict[int, dict[str, float]] = {}
     for span in run.spans():
         if span.module == "dit":  # every worker of a bag reports it, and every attempt
-            found.setdefault(span.step, {})[span.cascade] = count.of(span)
+            held = sum(batch * of_sample(bucket) for bucket, _, batch, _ in pieces(span))
+            found.setdefault(span.step, {})[span.cascade] = held
     return {step: sum(cascades.values()) for step, cascades in found.items()}
-
-
-@dataclass(slots=True)
-class SampleFlops:
-    """TFLOP of cascades by their buckets."""
-
-    dit: DiTConfig
-    geometry: Geometry
-    known: dict[tuple[int, int, int], float] = field(default_factory=dict)
-
-    def of(self, span: SpanRecord) -> float:
-        pieces = [(piece.bucket, piece.batch) for piece in span.pieces]
-        if not pieces and span.bucket is not None:
-            pieces = [(span.bucket, span.batch)]
-        total = 0.0
-        for (frames, height, width), batch in pieces:
-            total += batch * self._of_one((frames, height, width))
-        return total
-
-    def _of_one(self, bucket: tuple[int, int, int]) -> float:
-        if bucket not in self.known:
-            tokens, frames = self.geometry.tokens(*bucket), self.geometry.token_grid(*bucket)[0]
-            forward = self.dit.flops.linear(tokens, 0) + self.dit.flops.attention(tokens, 0, frames)
-            self.known[bucket] = 3 * forward / 1e12
-        return self.known[bucket]
 
 
 def loss_difference(first: ComparedRun, other: ComparedRun) -> LossDifference:
