@@ -1,5 +1,7 @@
 """The look of the report: one stylesheet, light and dark, no external assets."""
 
+from html import escape
+
 CSS = """
 :root { color-scheme: light dark;
   --bg: #f7f7f5; --card: #ffffff; --ink: #1d2025; --soft: #666c75; --rule: #e3e4e1; --accent: #3f5bd8;
@@ -74,3 +76,12 @@ code.command { display: block; background: var(--bg); border: 1px solid var(--ru
   padding: 5px 10px; font-size: 12.5px; margin: 10px 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 pre { overflow-x: auto; font-size: 12.5px; margin: 0; } summary { cursor: pointer; color: var(--soft); }
 """
+
+
+def document(title: str, body: str) -> str:
+    """A whole page in this look."""
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body><main>{body}</main></body></html>\n"
+    )

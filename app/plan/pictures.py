@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.plan.types import Cascade, Cluster, Item, Plan
-from app.drawing.style import CSS
+from app.drawing.style import document
 from app.drawing.svg import Bar, EventMark, Lane, legend, timeline
 from app.settings.out_files import put_text
 
@@ -108,12 +108,7 @@ def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Items
         ]
         drawn = legend(NAMES, "dashed: the end of a step") + timeline(lanes, _ends(plan))
         parts.append(f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{drawn}</section>")
-    put_text(
-        path,
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<meta name='viewport' content='width=device-width, initial-scale=1'><title>Plan - Heddle</title>"
-        f"<style>{CSS}</style></head><body><main>{''.join(parts)}</main></body></html>",
-    )
+    put_text(path, document("Plan - Heddle", "".join(parts)))
 
 
 def _cascades(plan: Plan) -> list[Cascade]:

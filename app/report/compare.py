@@ -18,7 +18,7 @@ from pathlib import Path
 
 from actors.records.events import EnvironmentSeen, HeldOutMeasured
 from actors.records.metrics_line import StepMetrics
-from app.drawing.style import CSS
+from app.drawing.style import document
 from app.drawing.svg import BarRow, Series, bars, curve_key, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
@@ -281,15 +281,13 @@ def page(
         for title, named, chart in charts
         if chart
     )
-    made = time.strftime("%Y-%m-%d %H:%M")
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(' / '.join(run.name for run in runs))}</title><style>{CSS}</style></head><body><main>"
-        f"<h1>{escape(' / '.join(run.name for run in runs))}</h1><p class=soft>{counted(len(runs), 'run')}, {made}</p>"
+    made, title = time.strftime("%Y-%m-%d %H:%M"), " / ".join(run.name for run in runs)
+    return document(
+        title,
+        f"<h1>{escape(title)}</h1><p class=soft>{counted(len(runs), 'run')}, {made}</p>"
         f"{f'<code class=command>{escape(command)}</code>' if command else ''}"
         f"<section><h2>Median step</h2>{_medians(runs)}{_in_words(runs, differences)}</section>{sections}"
-        f"<section><h2>Numbers</h2>{_table(runs, differences, peak_tflops)}</section></main></body></html>\n"
+        f"<section><h2>Numbers</h2>{_table(runs, differences, peak_tflops)}</section>",
     )
 
 

@@ -7,7 +7,7 @@ import time
 from html import escape
 from pathlib import Path
 
-from app.drawing.style import CSS
+from app.drawing.style import document
 from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.curves import balance_html, loss_html
@@ -55,12 +55,7 @@ def page(run: RunDir, facts: RunFacts) -> str:
         _section("Workers, generations and events", elastic_html(facts)),
         _section("Settings", environment_html(facts.events.environments) + _settings(run)),
     ]
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(name)} - Heddle</title><style>{CSS}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>"
-    )
+    return document(f"{name} - Heddle", "".join(parts))
 
 
 def _section(title: str, body: str) -> str:
