@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -30,7 +30,7 @@ class CheckpointAsides(Protocol):
         """None also for an aside of another source."""
         ...
 
-    def dropped(self) -> Container[str]: ...
+    def dropped(self) -> Collection[str]: ...
 
     def on_checkpoint(self, step: int, before: int | None = None) -> RunEvent | None:
         """The event to report, if any. `before` is the step of the checkpoint before it, -1 if it is the first, None if
@@ -64,8 +64,8 @@ class RunAsides:
     def ended(self, report: TurnReport) -> RunEvent | None:
         return next((event for source in self._sources if (event := source.ended(report)) is not None), None)
 
-    def dropped(self) -> Container[str]:
-        return _AnyOf([source.dropped() for source in self._sources])
+    def dropped(self) -> Collection[str]:
+        return {name for source in self._sources for name in source.dropped()}
 
     def on_checkpoint(self, step: int) -> list[RunEvent]:
         events: list[RunEvent] = []
@@ -84,11 +84,3 @@ class RunAsides:
         with ExitStack() as stack:
             for source in reversed(self._sources):
                 stack.callback(source.close)
-
-
-class _AnyOf(Container[str]):
-    def __init__(self, parts: Sequence[Container[str]]) -> None:
-        self._parts = parts
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in part for part in self._parts)

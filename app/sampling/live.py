@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -105,7 +105,7 @@ class LiveSamples:
         why = f"by the run's workers: {report.failed} A task of its own makes them{when}"
         return SamplesFailed(step=now.step, why=why)
 
-    def dropped(self) -> Container[str]:
+    def dropped(self) -> Collection[str]:
         """The others of a round of which one has failed."""
         return self._rounds.dropped
 

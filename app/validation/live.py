@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -114,7 +114,7 @@ class LiveHeldOut:
         self._no_room = dict(done.no_room)
         return measured(now.step, done, self._clips, now.seconds)
 
-    def dropped(self) -> Container[str]:
+    def dropped(self) -> Collection[str]:
         """The others of a round of which one has failed."""
         return self._rounds.dropped
 
