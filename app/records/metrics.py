@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import TypeGuard
 
 from actors.records.events import CheckpointWritten, HeldOutMeasured, RunEvent, SamplesMade, TrackerQuiet
@@ -185,10 +184,6 @@ class Metrics:
         """Lines of steps outlast a power cut. Raises OSError."""
         self._steps.sync()
 
-    def newest_line(self) -> tuple[int, int] | None:
-        """(step, generation) of the newest line, also of an earlier writer's; None without one."""
-        return newest_line(self._folder)
-
     def quiet(self) -> list[RunEvent]:
         """An event for each tracker that nobody sees as things are."""
         return [TrackerQuiet(tracker=name, why=why) for name, why in self._trackers.quiet().items()]
@@ -225,9 +220,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -28,6 +28,7 @@ from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
 from actors.step import StepAssignment
 from app.export.live import FINISH_S, LiveLora
+from app.records.metrics import Metrics, newest_line
 from app.records.rundir import ENVIRONMENT, OLDER_TIMELINE, TIMELINE
 from app.run.asides import RunAsides
 from app.run.outcomes import FAILED
@@ -72,8 +73,6 @@ class Recorder:
 
         The newest `plans` stay, and of the others one in this number. A timeline of more than `timeline_bytes` becomes
         OLDER_TIMELINE, in the place of the one before."""
-        from app.records.metrics import Metrics
-
         self._run_dir, self._asides, self._lora, self._guard = run_dir, asides, lora, guard
         self._plans, self._timeline_bytes = plans, timeline_bytes
         self._reports = TrainReports()
@@ -144,7 +143,7 @@ class Recorder:
             self._metrics.step(metrics)  # at last: with this line the step counts, and keepers hear of it next
 
     def newest_line(self) -> tuple[int, int] | None:
-        return self._metrics.newest_line()
+        return newest_line(self._run_dir)
 
     def _write_timeline(self, metrics: StepMetrics, timeline: Sequence[SpanRecord]) -> None:
         if metrics is not self._timed:

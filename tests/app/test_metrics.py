@@ -16,7 +16,7 @@ import pytest
 from actors.records.metrics_line import StepMetrics, metrics_of
 from app.inputs.checkpoints import most_steps, steps_begun
 from app.records.follow import Tail
-from app.records.metrics import PER_WORKER, Metrics, scalars
+from app.records.metrics import PER_WORKER, Metrics, newest_line, scalars
 from app.records.progress import ProgressLine, clock, figures
 from app.records.trackers import TensorBoardTracker
 from app.settings.config import RunConfig
@@ -84,15 +84,15 @@ def test_the_most_steps_that_a_run_has_had_outlast_a_recovery(tmp_path: Path) ->
     assert steps_begun(config) == 945 and most_steps(config) == 961
 
 
-def test_the_newest_line_is_known_to_the_writer_that_comes_next(tmp_path: Path) -> None:
+def test_the_newest_line_is_the_last_whole_one(tmp_path: Path) -> None:
     """By which a controller sees that a step counted whose keepers had not heard of it when the one before died."""
     with Metrics(tmp_path, track=()) as first:
-        assert first.newest_line() is None
+        assert newest_line(tmp_path) is None
         first.step(line(0, generation=1))
         first.step(line(1, generation=2))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "gene')
-    assert Metrics(tmp_path, track=()).newest_line() == (1, 2)
+    assert newest_line(tmp_path) == (1, 2)
 
 
 def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
