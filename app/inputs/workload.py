@@ -26,9 +26,6 @@ class WorkloadItem:
         refuse_below(1, self, "batch", "frames", "height", "width")
         refuse_below(0, self, "text_tokens")
 
-    def item(self) -> Item:
-        return Item(**as_plain(self))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -53,10 +50,6 @@ class WorkloadFile:
             if twice := sorted({name for name in ids if ids.count(name) > 1}):
                 raise ValueError(f"step {number} has the id {twice[0]!r} twice; give each its own.")
 
-    def workload(self) -> Workload:
-        steps = tuple(tuple(item.item() for item in step) for step in self.steps)
-        return Workload(steps=steps, cluster=self.cluster)
-
 
 def read_workload(path: Path) -> Workload:
     """A workload file: {"steps": [[{"id", "batch", "frames", "height", "width", "text_tokens"}, ...], ...]}.
@@ -68,9 +61,11 @@ def read_workload(path: Path) -> Workload:
         raise ConfigError(f'workload {path} must be an object with a list "steps" of at least one step.')
     held = {key: data[key] for key in ("steps", "cluster") if key in data}
     try:
-        return build(WorkloadFile, node_of(held)).workload()
+        found = build(WorkloadFile, node_of(held))
     except ConfigError as error:
         raise ConfigError(f"workload {path}: {error}") from None
+    steps = tuple(tuple(Item(**as_plain(item)) for item in step) for step in found.steps)
+    return Workload(steps=steps, cluster=found.cluster)
 
 
 def drawn_items(step: int, items: Sequence[Item]) -> tuple[DrawnItem, ...]:
