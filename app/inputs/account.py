@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -26,7 +27,7 @@ def account_lines(account: Accounting, most_named: int = NAMED) -> list[str]:
         lines.append(f"          {account.forecast.sentence}")
     if sentence := dropped_sentence(account.indexed, account.planned, account.reasons):
         lines.append(f"          {sentence}")
-    lines += [f"          {count} refused: {rule}" for rule, count in _most_first(account.rules)]
+    lines += [f"          {count} refused: {rule}" for rule, count in Counter(account.rules).most_common()]
     lines.append(f"{'bucket':>16} {'batch':>6} {'set by':>14} {'tokens':>8} {'samples':>8} {'items':>6} {'short':>6}")
     lines += [
         f"{row.bucket!s:>16} {row.batch:>6} {row.limit:>14} {row.tokens:>8} {row.samples:>8} {row.items:>6} "
@@ -46,10 +47,6 @@ def account_json(account: Accounting) -> dict[str, object]:
     buckets = [asdict(row) | {"bucket": str(row.bucket)} for row in account.buckets]
     more = {"num_dropped": sum(account.rejected.values()), "coverage": account.coverage}
     return asdict(account) | {"buckets": buckets} | more
-
-
-def _most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda pair: -pair[1])
 
 
 def print_buckets(batches: Mapping[Bucket, tuple[int, str]], config: RunConfig, geometry: Geometry) -> None:
