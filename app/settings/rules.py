@@ -429,14 +429,11 @@ def _geometry(model: ModelConfig, read: Geometry | None) -> Geometry | None:
     return geometry(model) if model.vae.kind == "haar" and model.dit.path is None else None
 
 
-_OTHER = {True: ("cpu",), False: ("cuda",)}  # workers.device that a table is not of, by whether it is of a GPU
-
-
 def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig) -> None:
     """The attention backend works on some machine with these settings. What a worker's device lacks, the worker says
     when it starts."""
     setting = model.dit.attention
-    if isinstance(setting, AttentionTable) and workers.device in _OTHER[setting.on_cuda]:
+    if isinstance(setting, AttentionTable) and workers.device == ("cpu" if setting.on_cuda else "cuda"):
         raise ConfigError(
             f"model.dit.attention is a table of {setting.device}, and workers.device is {workers.device}. Give one "
             f"that python -m app.bench.gpu wrote on such a device, or set attention: auto."
