@@ -55,8 +55,7 @@ def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: Mode
 
 
 def cache_of(config: RunConfig, data: DataConfig, *, cuda: bool) -> ItemCache:
-    """The cache of a run on GPUs (`cuda`) or CPUs as its feeder has it, of this data; `config` with its model
-    resolved."""
+    """The cache of a run on GPUs (`cuda`) or CPUs as its feeder has it, of this data."""
     from actors.feed.item_cache import ItemCache
     from actors.feed.step_source import item_facts
     from ops.models.folders import resolve

@@ -21,11 +21,10 @@ import numpy as np
 
 from actors.feed.encoders import Encoders
 from actors.feed.item_cache import KINDS, ItemCache
-from actors.feed.step_source import item_facts
 from actors.plan.spared import from_cache
 from actors.plan.types import Module
 from app.inputs.beside import live_texts
-from app.inputs.items import open_dataset
+from app.inputs.items import cache_of, open_dataset
 from app.inputs.profiles import gpu_of, profile_of
 from app.kept.verdict import WholeVerdict
 from app.settings.config import RunConfig
@@ -178,9 +177,8 @@ class _Asked:
         self._model, self.geometry = resolve(config.model)
         profile = profile_of(config, self._model, self.geometry)
         self.dataset = open_dataset(config, self.geometry, profile, bad_list=bad_list)
-        device = replace(config.workers, device="cuda" if cuda else "cpu")
-        self._encoders = item_facts(config.data, config.train, device, self._model, self.geometry).encoders
-        self.cache = ItemCache(config.data, self._encoders, self.geometry)
+        self.cache = cache_of(config, config.data, cuda=cuda)
+        self._encoders = self.cache.encoders
 
     def listed(self) -> dict[EntryKind, Listing]:
         """What is there."""
