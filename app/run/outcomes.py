@@ -45,7 +45,8 @@ def write_outcome(folder: Path, ended: EndedRun, token: str) -> None:
 
 
 def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:
-    """What the controller wrote at its end; with a token only if it belongs to that start. None if there is nothing."""
+    """What the controller wrote at its end; with a token only if it belongs to that start. None if there is nothing,
+    or the folder cannot be read."""
     try:
         told = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
         found = Outcome(code=int(told["code"]), reason=str(told["reason"]), last_step=int(told["last_step"]))
@@ -55,11 +56,6 @@ def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         log.debug("no outcome in %s: %s", folder, error)
     return None
-
-
-def has_ended(folder: Path, token: str) -> bool:
-    """Whether the controller of this start has written how the run ended. A folder that cannot be read says nothing."""
-    return read_outcome(folder, token) is not None
 
 
 def told_so_far(folder: Path) -> int:

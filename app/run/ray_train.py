@@ -28,7 +28,7 @@ from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.controller_process import ControllerStart, controller_loop, runtime_config
 from app.run.controller_watch import ControllerWatch
 from app.run.operator import monitor_of
-from app.run.outcomes import EndedRun, has_ended, read_outcome
+from app.run.outcomes import EndedRun, read_outcome
 from app.run.signals import RunSignals
 from app.run.tracker_environment import in_environment, tracker_environment
 from app.settings.config import RunConfig
@@ -139,7 +139,7 @@ def _run_controller(
 
     threading.Thread(target=fit_in_thread, name="ray-train", daemon=True).start()
     ControllerWatch(folder, nodes, lambda: _trouble(folder), note).start(result.done)
-    wait_while_ray_lives(result, lambda: has_ended(folder, token))
+    wait_while_ray_lives(result, lambda: read_outcome(folder, token) is not None)
     if result.cancel():  # whoever asks Ray until it is there ends as well
         log.warning("the run has ended, and Ray Train is not waited for any longer")
         return None

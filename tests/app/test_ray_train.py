@@ -17,7 +17,7 @@ from ray.train import WorkerGroupError
 
 from app.run import cluster, ray_train
 from app.run.cluster import NodeSigns, RayGone, wait_while_ray_lives
-from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
+from app.run.outcomes import OUTCOME, EndedRun, read_outcome, write_outcome
 from app.run.ray_train import ask_own_cluster, fit_while_progressing
 from tests.rays import local_ray
 
@@ -103,9 +103,9 @@ def test_a_folder_that_cannot_be_read_now_ends_no_wait(tmp_path: Path) -> None:
     """Storage of a cluster may fail for a moment, and the run does not end by it."""
     with pytest.raises(OSError):
         (tmp_path / ("x" * 300) / OUTCOME).is_file()
-    assert not has_ended(tmp_path / ("x" * 300), "a") and not has_ended(tmp_path, "a")
+    assert read_outcome(tmp_path / ("x" * 300), "a") is None and read_outcome(tmp_path, "a") is None
     write_outcome(tmp_path, EndedRun(code=0, reason="done", last_step=3), "a")
-    assert has_ended(tmp_path, "a") and not has_ended(tmp_path, "another start")
+    assert read_outcome(tmp_path, "a") is not None and read_outcome(tmp_path, "another start") is None
 
 
 def test_a_process_ends_with_its_code_and_without_freeing_what_it_holds() -> None:
