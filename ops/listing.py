@@ -27,6 +27,11 @@ def names_in(folder: Path) -> list[str]:
         raise
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder, or the first one above it that is there."""
+    return next(place for place in (path, *path.parents) if place.is_dir())
+
+
 def paths_below(folder: Path) -> list[Path]:
     """What is in a folder and in those below it, in no order. Links to folders are not followed, and folders that may
     not be read are passed over. Raises any other OSError."""

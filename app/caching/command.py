@@ -38,6 +38,7 @@ from data.dataset.every_draw import item_of
 from data.decode import fault_of
 from data.ledger import Ledger
 from ops.counted import counted
+from ops.listing import nearest_folder
 from ops.typed import ConfigError
 from ops.units import GIB, MIB
 
@@ -163,10 +164,8 @@ def _print_found(found: CacheLook) -> None:
 
 def _check_room(found: CacheLook, kept: CacheConfig) -> None:
     """Raises ConfigError where the disk has too little room for what is missing."""
-    folder = Path(kept.path).expanduser()
-    while not folder.exists():
-        folder = folder.parent
-    needed, free = sum(account.missing_bytes for account in found.kinds.values()), shutil.disk_usage(folder).free
+    needed = sum(account.missing_bytes for account in found.kinds.values())
+    free = shutil.disk_usage(nearest_folder(Path(kept.path).expanduser())).free
     print(f"storage   {size(needed)} for {kept.path}, {size(free)} free, of which {kept.min_free_gib:g} GiB stay free")
     if needed and needed + kept.min_free_gib * GIB > free:
         raise ConfigError(

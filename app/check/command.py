@@ -20,6 +20,7 @@ from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from data.storage import is_local
 from ops.counted import counted
+from ops.listing import nearest_folder
 from ops.typed import ConfigError
 
 
@@ -73,8 +74,7 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
 
 @contextmanager
 def _marker_in(folder: str) -> Iterator[str]:
-    above = next(place for place in (Path(folder), *Path(folder).parents) if place.is_dir())
-    marker = above / f"{MARKED}{uuid.uuid4().hex}"
+    marker = nearest_folder(Path(folder)) / f"{MARKED}{uuid.uuid4().hex}"
     marker.write_text("", encoding="utf-8")
     try:
         yield str(marker)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from shutil import disk_usage
 
 from ops.environment import software
-from ops.listing import paths_below
+from ops.listing import nearest_folder, paths_below
 from ops.units import GIB
 
 _PRODUCTS_S = 1.0  # of bf16 products on each GPU
@@ -87,7 +87,7 @@ def node_facts(node: str, paths: RunPaths, store_gib: float | None) -> NodeFacts
         hidden=hidden(paths),
         own_cache=own_cache(paths),
         folders={folder: digest_of(folder) for folder in paths.folders if Path(folder).is_dir()},
-        disk_gib=_free_gib(paths.run_dir) if paths.run_dir else None,
+        disk_gib=disk_usage(nearest_folder(Path(paths.run_dir))).free / GIB if paths.run_dir else None,
     )
 
 
@@ -221,10 +221,3 @@ def talk(
         groups.close()
     sent = 2 * (len(world) - 1) / len(world) * num_bytes
     return Talk(members=len(world), right=right, gb_per_s=sent / min(seconds) / 1e9)
-
-
-def _free_gib(folder: str) -> float | None:
-    for above in (Path(folder), *Path(folder).parents):
-        if above.is_dir():
-            return shutil.disk_usage(above).free / GIB
-    return None
