@@ -235,7 +235,7 @@ def _fill(config: RunConfig, found: CacheLook, ledger: Ledger) -> _Filled:
     done.workers, threads = _capacity(config), 1 + _decoders(config)
     said = done.began
     with _signed(config, found) as job, ProgressBar("encoding") as progress:
-        answers = fill(job, found, done.workers, threads=threads, tell=_say, options=_resources(config))
+        answers = fill(job, found, done.workers, threads=threads, need=_need(config), tell=_say)
         with closing(answers):
             try:
                 for entries, answer in answers:
@@ -326,13 +326,7 @@ def _decoders(config: RunConfig) -> int:
 def _need(config: RunConfig) -> Need:
     from actors.pool.room import Need
 
-    resources = _resources(config)
-    return Need(resources["num_cpus"], resources["num_gpus"])
-
-
-def _resources(config: RunConfig) -> dict[str, float]:
-    """What Ray reserves for a worker."""
-    return {"num_cpus": config.workers.cpus_per_worker, "num_gpus": 1.0 if config.workers.device == "cuda" else 0.0}
+    return Need(config.workers.cpus_per_worker, 1.0 if config.workers.device == "cuda" else 0.0)
 
 
 @contextmanager

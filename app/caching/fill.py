@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from actors.messages import FailedStart, HostGpu
@@ -57,18 +57,18 @@ def fill(
     workers: int,
     *,
     threads: int,
-    options: Mapping[str, float],
+    need: Need,
     tell: Callable[[str], None],
     worker_class: type = FillWorker,
 ) -> Generator[tuple[tuple[WantedEntry, ...], FilledUnit]]:
-    """Makes all that is missing, on up to `workers` workers of the Ray that this process has joined; each has Ray's
-    `options`, and `threads` that decode and write while one of them encodes. Yields the entries of a unit and what
-    became of them, as they come.
+    """Makes all that is missing, on up to `workers` workers of the Ray that this process has joined; each has what
+    it is in `need` of, and `threads` that decode and write while one of them encodes. Yields the entries of a unit and
+    what became of them, as they come.
 
     Raises FillError, and what a worker raised: what is made stays. Workers end with the iterator.
     """
     plans = plans_of(found)
-    crew = _Crew(job, found, plans, min(workers, len(plans)), threads, options, worker_class, tell)
+    crew = _Crew(job, found, plans, min(workers, len(plans)), threads, need, worker_class, tell)
     try:
         for answer in crew.answers():
             yield plans[answer.number].entries, answer
@@ -159,15 +159,14 @@ class _Crew:
         plans: Sequence[FillPlan],
         size: int,
         threads: int,
-        options: Mapping[str, float],
+        need: Need,
         worker_class: type,
         tell: Callable[[str], None],
     ) -> None:
         limits = Limits.of(job.workers)
         self._job, self._found, self._size, self._tell = job, found, size, tell
-        self._threads, self._need = threads, Need(options["num_cpus"], options["num_gpus"])
-        self._actor, gpu = remote_of(worker_class), own_gpu(options["num_gpus"])
-        self._options = {**options, **gpu, "max_restarts": 0, "max_concurrency": threads}
+        self._threads, self._need, self._actor = threads, need, remote_of(worker_class)
+        self._options = {"num_cpus": need.cpus, **own_gpu(need.gpus), "max_restarts": 0, "max_concurrency": threads}
         self._waiting, self._plans = deque(range(len(plans))), plans
         self._losses: dict[int, int] = defaultdict(int)
         self._members: list[_Member] = []

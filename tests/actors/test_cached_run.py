@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from actors.messages import FailedStart, HostGpu
+from actors.pool.room import Need
 from actors.worker.loading import EncoderSet
 from app.bench.lab import Lab, LabRun
 from app.caching.fill import FillError, fill
@@ -120,8 +121,7 @@ def begun(
         clip_timeout_s=60.0,
         sign=".sign",
     )
-    options = {"num_cpus": 2.0, "num_gpus": 0.0}
-    return found, fill(job, found, workers, threads=2, options=options, tell=tell, worker_class=worker_class)
+    return found, fill(job, found, workers, threads=2, need=Need(2.0, 0.0), tell=tell, worker_class=worker_class)
 
 
 def filled(

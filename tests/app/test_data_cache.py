@@ -29,6 +29,7 @@ from actors.outcome import Exit
 from actors.plan.spared import Spared
 from actors.plan.types import Module, PlanError
 from actors.planning.forecasts import forecast
+from actors.pool.room import Need
 from actors.step import StepItems
 from actors.worker.caching import ResultCache, host_copy
 from app.caching import command, worker
@@ -280,7 +281,7 @@ def test_a_disk_that_is_full_at_its_last_entry_leaves_others_missing(monkeypatch
     found: Any = SimpleNamespace(kinds={"latents": SimpleNamespace(missing=missing)})
     answer = FilledUnit(number=0, kept=(0,), num_bytes=8, full=True, why="the disk is full")
     monkeypatch.setattr("app.caching.fill.fill", lambda *given, **named: (one for one in [(missing[:1], answer)]))
-    for name, value in (("_capacity", 1), ("_decoders", 1), ("_resources", {})):
+    for name, value in (("_capacity", 1), ("_decoders", 1), ("_need", None)):
         monkeypatch.setattr(command, name, lambda config, value=value: value)
     monkeypatch.setattr(command, "_signed", lambda *given: nullcontext())
     ledger: Any = Ledger()
@@ -359,8 +360,7 @@ def test_a_worker_that_ray_ends_for_memory_or_cannot_start_is_replaced(
     missing = [WantedEntry(kind="text", key="00", num_bytes=1, caption="a circle")]
     found: Any = SimpleNamespace(kinds={"text": KindAccount(missing=missing)})
     job: Any = SimpleNamespace(workers=WorkersConfig())
-    options = {"num_cpus": 1.0, "num_gpus": 0.0}
-    made = list(filling.fill(job, found, 1, threads=1, options=options, tell=told.append))
+    made = list(filling.fill(job, found, 1, threads=1, need=Need(1.0, 0.0), tell=told.append))
     assert [(entries, answer.kept) for entries, answer in made] == [(tuple(missing), (0,))]
     assert crew.hired == ["w0", "w1"] and any(
         "running low on memory" in line or "No space left" in line for line in told

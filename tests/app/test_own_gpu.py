@@ -18,6 +18,7 @@ import ray
 from actors.config import WorkersConfig
 from actors.pool import device
 from actors.pool.own_gpu import own_gpu
+from actors.pool.room import Need
 from actors.pool.workers import worker_environment
 from app.caching import fill
 from app.caching.fill import plans_of
@@ -68,7 +69,7 @@ def profile_over_nodes(gpus: int, folder: Path) -> None:
 
 def fill_a_cache(gpus: int, folder: Path) -> None:
     job: Any = SimpleNamespace(workers=WorkersConfig())
-    list(fill.fill(job, FOUND, len(plans_of(FOUND)), threads=1, options={"num_cpus": 1.0, "num_gpus": float(gpus)}))
+    list(fill.fill(job, FOUND, len(plans_of(FOUND)), threads=1, need=Need(1.0, float(gpus))))
 
 
 def make_samples(gpus: int, folder: Path) -> None:
