@@ -18,7 +18,7 @@ from ops.units import GIB
 
 _PRODUCTS_S = 1.0  # of bf16 products on each GPU
 _TALK_S = 60.0  # that members of a sum wait for each other
-_TALKS = 3
+_TALKS, _TALK_BYTES = 3, 256 << 20
 MARKED = ".heddle-check-"  # names of markers begin so
 
 
@@ -183,10 +183,8 @@ class Talk:
     gb_per_s: float  # that each sends, of the sum's ring: 2 (n - 1) / n times its bytes
 
 
-def talk(
-    store: tuple[str, int] | None, own: object, rank: int, nodes: Sequence[int], cuda: bool, num_bytes: int
-) -> Talk:
-    """A sum of `num_bytes` in fp32, as the workers of a run connect and sum. `nodes` of all members by rank. The
+def talk(store: tuple[str, int] | None, own: object, rank: int, nodes: Sequence[int], cuda: bool) -> Talk:
+    """A sum of numbers in fp32, as the workers of a run connect and sum. `nodes` of all members by rank. The
     members meet at `store`, HOST and PORT, or at their `own`. Raises what the library raises, and TimeoutError."""
     import torch
     import torch.distributed as dist
@@ -205,7 +203,7 @@ def talk(
     )
     try:
         group = groups.world_group()
-        values = torch.full((num_bytes // 4,), float(rank + 1), device=device)
+        values = torch.full((_TALK_BYTES // 4,), float(rank + 1), device=device)
         group.all_reduce(values)  # which connects
         right = bool((values == len(world) * (len(world) + 1) / 2).all())
         seconds = []
@@ -219,5 +217,5 @@ def talk(
             seconds.append(time.perf_counter() - began)
     finally:
         groups.close()
-    sent = 2 * (len(world) - 1) / len(world) * num_bytes
+    sent = 2 * (len(world) - 1) / len(world) * _TALK_BYTES
     return Talk(members=len(world), right=right, gb_per_s=sent / min(seconds) / 1e9)

@@ -23,7 +23,6 @@ from ops.counted import counted
 NODES_S = 90.0  # for a process to start on a busy node, and import what it needs
 GPUS_S = 180.0
 TALK_S = 180.0
-TALK_BYTES = 256 << 20
 _LATE = "no answer within"
 _GIVEN_S = 1.0  # for answers that have come long ago, if they come at all
 _CLOCKS = 3  # calls, of which the fastest says most of the clock
@@ -74,8 +73,8 @@ class Look:
         self._own = store
         return node_address(), store.port
 
-    def talk(self, store: tuple[str, int], rank: int, of_node: tuple[int, ...], cuda: bool, num_bytes: int) -> Talk:
-        return talk(store if self._own is None else None, self._own, rank, of_node, cuda, num_bytes)
+    def talk(self, store: tuple[str, int], rank: int, of_node: tuple[int, ...], cuda: bool) -> Talk:
+        return talk(store if self._own is None else None, self._own, rank, of_node, cuda)
 
 
 class LookHandle(Protocol):
@@ -96,10 +95,10 @@ class LookHandle(Protocol):
     @property
     def serve(self) -> Method[[], tuple[str, int]]: ...
     @property
-    def talk(self) -> Method[[tuple[str, int], int, tuple[int, ...], bool, int], Talk]: ...
+    def talk(self) -> Method[[tuple[str, int], int, tuple[int, ...], bool], Talk]: ...
 
 
-def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK_BYTES) -> ClusterFacts:
+def look_at(paths: RunPaths, tell: Callable[[str], None]) -> ClusterFacts:
     """Everything that can be seen of the cluster to which Ray is connected. `tell` gets a line as each part begins."""
     there = [node for node in nodes() if node["Alive"]]
     tell(counted(len(there), "node"))
@@ -135,7 +134,7 @@ def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK
         said, failed = None, dict[str, str]()
         if len(members) > 1 and not apart:
             tell(f"a sum over {counted(len(members), 'GPU' if on_gpus else 'node')}")
-            said, failed = _sum(members, bool(on_gpus), talk_bytes)
+            said, failed = _sum(members, bool(on_gpus))
     return ClusterFacts(
         nodes=tuple(seen.values()),
         mute={names[one]: str(why) for one, why in answers.items() if not isinstance(why, NodeFacts)} | silenced,
@@ -228,19 +227,14 @@ def _reach(lookers: Mapping[str, LookHandle], names: Mapping[str, str]) -> tuple
     return [one for one in answers.values() if isinstance(one, Reach)], failed
 
 
-def _sum(
-    members: Sequence[tuple[LookHandle, str, str]], cuda: bool, num_bytes: int
-) -> tuple[Talk | None, dict[str, str]]:
+def _sum(members: Sequence[tuple[LookHandle, str, str]], cuda: bool) -> tuple[Talk | None, dict[str, str]]:
     """A sum over all of these (actor, node, name). Returns what the slowest member says, or by name why some failed."""
     number = {node: place for place, node in enumerate(dict.fromkeys(node for _, node, _ in members))}
     of_node = tuple(number[node] for _, node, _ in members)
     served = _answers({"": members[0][0].serve.remote()}, NODES_S)[""]
     if not isinstance(served, tuple):
         return None, {members[0][2]: str(served)}
-    asked = {
-        name: looker.talk.remote(served, rank, of_node, cuda, num_bytes)
-        for rank, (looker, _, name) in enumerate(members)
-    }
+    asked = {name: looker.talk.remote(served, rank, of_node, cuda) for rank, (looker, _, name) in enumerate(members)}
     answers = _answers(asked, TALK_S)
     failed = {name: str(answer) for name, answer in answers.items() if not isinstance(answer, Talk)}
     talks = [answer for answer in answers.values() if isinstance(answer, Talk)]
