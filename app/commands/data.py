@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.commands.options import Overrides
+from app.settings.option_groups import in_groups
 from data.kinds import KINDS
 from ops.counted import counted
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     from data.config import LimitsConfig, SourceConfig
-
-P = ParamSpec("P")
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -59,26 +57,22 @@ class SourceOptions:
         return sources_of(self.paths, self.config, self.overrides, *given)
 
 
-def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Callable[..., None]:
-    """The command with the options of SourceOptions before its own: Typer reads them from its signature."""
-    shared = inspect.signature(SourceOptions, eval_str=True).parameters
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+def with_sources(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of its SourceOptions; processes that read shards end with it."""
 
     @functools.wraps(command)
-    def called(*args: P.args, **given: P.kwargs) -> None:
+    def called(**given: object) -> None:
         from app.run.signals import unwinds_on_signal
 
-        options = SourceOptions(**{name: given.pop(name) for name in shared})  # type: ignore[arg-type]  # by its fields
-        with unwinds_on_signal():  # processes that read shards end with the command
-            command(options, *args, **given)
+        with unwinds_on_signal():
+            command(**given)
 
-    called.__signature__ = inspect.Signature([*shared.values(), *own])  # type: ignore[attr-defined]  # as inspect reads it
-    return called
+    return in_groups(called)
 
 
 @app.command()
 @with_sources
-def index(options: SourceOptions, as_json: AsJson = False) -> None:
+def index(*, options: SourceOptions, as_json: AsJson = False) -> None:
     """Read the headers of all samples; the next time only those of changed shards."""
     from app.data_tools.printing import index_facts, print_defaults, print_ledger, print_unread
     from app.data_tools.sources import open_indexes
@@ -109,6 +103,7 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
 @app.command()
 @with_sources
 def lint(
+    *,
     options: SourceOptions,
     headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not decode.")] = False,
     out: Annotated[Path, typer.Option("--out", help="List of all faults.")] = Path("bad.jsonl"),
@@ -182,7 +177,7 @@ def lint(
 
 @app.command()
 @with_sources
-def stats(options: SourceOptions, as_json: AsJson = False) -> None:
+def stats(*, options: SourceOptions, as_json: AsJson = False) -> None:
     """Shapes, lengths, frame rates, captions and scores of a data set."""
     from app.data_tools.printing import print_defaults, print_repeated, print_statistics
     from app.data_tools.sources import open_indexes
