@@ -43,8 +43,7 @@ from app.inputs.workload import read_workload
 from app.kept.wanted import cache_preview
 from app.plan.memory import cascade_gib, need_lines, pixel_line, state_lines, with_room
 from app.settings.config import RunConfig, from_here
-from app.settings.out_files import check_page, check_writable
-from app.settings.standard_out import write_out
+from app.settings.out_files import check_page, check_writable, put_text
 from data.dataset.coverage import Accounting, account, check_coverage
 from ops.counted import counted
 from ops.degrees import exchanged
@@ -146,7 +145,7 @@ def run_plan(
     if out:
         data = {"data": account_json(problem.account)} if problem.account is not None else {}
         found = [plan_json(plan) | data for plan in plans]
-        write_out(out, json.dumps(found[0] if len(found) == 1 else found, indent=1, allow_nan=False) + "\n")
+        put_text(out, json.dumps(found[0] if len(found) == 1 else found, indent=1, allow_nan=False) + "\n")
         print(f"json      {out}")
     if gantt:
         from app.plan.pictures import write_gantt

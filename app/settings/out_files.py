@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.settings.standard_out import write_out
-from ops.standard_out import is_stdout
+from ops.standard_out import STDOUT, is_stdout
 from ops.typed import ConfigError
 from ops.whole_file import whole_file
 
@@ -26,9 +25,11 @@ def check_page(path: Path | None, option: str = "--out") -> None:
 
 
 def put_text(path: Path, text: str) -> None:
-    """A page or figures in the place of earlier ones, as `out_file`; on stdout after what is there."""
+    """A page or figures in the place of earlier ones, as `out_file`; on stdout after what is there, which opening
+    /dev/stdout removes from the file of `>> FILE`."""
     if is_stdout(path):
-        write_out(path, text)
+        with open(os.dup(STDOUT), "w", encoding="utf-8") as stream:
+            stream.write(text)
         return
     with out_file(path) as part:
         part.write_text(text, encoding="utf-8")

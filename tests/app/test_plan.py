@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import sys
@@ -111,6 +112,20 @@ def test_a_topology_that_does_not_fit_is_changed_as_in_a_run_or_refused_with_a_r
     assert "items in 1 step on 1 worker (" in printed
     code, _, told = plan(monkeypatch, capsys, *wide, "--strategy", "knapsack", "--set", "planner.misfit=wait")
     assert code == 3 and "is of 8 workers or a multiple of them, and the cluster has 1. Give bags that" in told
+
+
+def test_a_full_disk_leaves_the_earlier_json(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, *given: object, **named: object) -> None:
+        path.write_bytes(b"")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    (out := tmp_path / "out.json").write_text("earlier")
+    monkeypatch.setattr(Path, "write_text", full)
+    cluster = ("--profile", files[1], "--cluster", "1x2")
+    code, _, err = plan(monkeypatch, capsys, "--workload", files[0], *cluster, "--json", out)
+    assert code == 1 and "No space left" in err and out.read_text() == "earlier"
 
 
 def test_the_json_holds_every_item_and_module_and_adds_up(
