@@ -13,10 +13,9 @@ from app.report.words import percent, short
 from ops.counted import by_numbers, counted, loss_in_words
 
 HELD_OUT_ROWS = 12  # of the newest checkpoints, beside the first
-NONE_HELD_OUT: Mapping[int, HeldOutMeasured] = {}
 
 
-def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_HELD_OUT) -> str:
+def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured]) -> str:
     """`held_out`: by step."""
     measured = sorted(held_out)
     losses = [held_out[step].loss for step in measured]

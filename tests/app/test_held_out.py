@@ -665,7 +665,7 @@ def test_buckets_stand_by_their_numbers() -> None:
 def test_the_loss_curve_names_the_line_of_held_out_clips() -> None:
     one, steps = measured(39, losses_of(0.1), [], 1.5), StepTotals(1)
     steps.add(metrics_of({"step": 0, "loss": 1.0}))
-    assert "Orange, dashed: held-out clips." in loss_html(steps, {39: one}) and "Orange" not in loss_html(steps)
+    assert "Orange, dashed: held-out clips." in loss_html(steps, {39: one}) and "Orange" not in loss_html(steps, {})
 
 
 def test_a_loss_that_is_not_finite_is_json(tmp_path: Path) -> None:

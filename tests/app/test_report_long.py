@@ -147,7 +147,7 @@ def test_one_step_of_a_long_run_is_seen_in_its_curve_and_named() -> None:
     curve = steps.curves["loss"]
     assert len(curve.ranges) == len(curve.ys) == MAX_POINTS and max(curve.ys) < 1.2
     assert sorted(set(curve.ranges)) == [(1.0, 1.1), (1.0, 9.5)]
-    text = loss_html(steps)
+    text = loss_html(steps, {})
     assert text.count('class="band') == 1 and "the highest is 9.5 at step 43,333" in text
     flat = re.findall(r'd="M[\d.]+ ([\d.]+)', text.split("band")[1])
     assert flat and all(float(y) > 20 for y in flat), "it does not press the curve flat"
