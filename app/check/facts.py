@@ -160,13 +160,7 @@ def gpu_facts(index: str) -> GpuFacts:
     except RuntimeError as error:
         room = f"{free / GIB:.1f} of its {total / GIB:.1f} GiB were free"
         return replace(given, unusable=f"it multiplies no matrices ({room}): {first_line(error).removesuffix('.')}")
-    return replace(
-        given,
-        name=torch.cuda.get_device_name(0),
-        total_gib=total / GIB,
-        free_gib=free / GIB,
-        tflops=tflops,
-    )
+    return replace(given, name=torch.cuda.get_device_name(0), total_gib=total / GIB, free_gib=free / GIB, tflops=tflops)
 
 
 def given_facts(index: str) -> GpuFacts:

@@ -28,11 +28,7 @@ def plan(
         str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, e.g. 2x8, or a YAML file.")
     ] = "",
     strategy: Annotated[
-        str,
-        typer.Option(
-            "--strategy",
-            help=f"One of {', '.join(STRATEGIES)}; default: the config's.",
-        ),
+        str, typer.Option("--strategy", help=f"One of {', '.join(STRATEGIES)}; default: the config's.")
     ] = "",
     compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",
     budget: Annotated[
@@ -53,9 +49,8 @@ def plan(
         typer.Option(
             "--share",
             metavar="BUCKET=SHARE",
-            help="With --config: how "
-            "often a bucket is drawn, e.g. 33x32x48=0.5; the others "
-            "share what is left. Repeatable.",
+            help="With --config: how often a bucket is drawn, e.g. 33x32x48=0.5; the others share what is left. "
+            "Repeatable.",
         ),
     ] = None,
     codes: Annotated[

@@ -25,8 +25,7 @@ def validate(
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", help="Of a published pipeline: folder or file of a run that trains it."),
+        Path | None, typer.Option("--config", help="Of a published pipeline: folder or file of a run that trains it.")
     ] = None,
     clips: Annotated[int | None, typer.Option(help="How many; default: validation.clips of the run.", min=1)] = None,
     draws: Annotated[

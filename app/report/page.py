@@ -14,14 +14,7 @@ from app.report.curves import balance_html, loss_html
 from app.report.gathered import RunFacts, read_facts
 from app.report.lanes import timelines_html
 from app.report.media import samples_html
-from app.report.tables import (
-    buckets_html,
-    data_html,
-    deviations_html,
-    elastic_html,
-    environment_html,
-    slow_html,
-)
+from app.report.tables import buckets_html, data_html, deviations_html, elastic_html, environment_html, slow_html
 from app.report.totals import SpanTotals, StepTotals
 from app.report.words import percent, short
 from app.settings.out_files import check_page, put_text

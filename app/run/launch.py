@@ -43,12 +43,7 @@ from app.run.cluster import (
     on_usable,
     shut_down_ray,
 )
-from app.run.controller_process import (
-    CONTROLLER,
-    CONTROLLER_S,
-    DRIVER,
-    code_of,
-)
+from app.run.controller_process import CONTROLLER, CONTROLLER_S, DRIVER, code_of
 from app.run.copies import keep_apart
 from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
