@@ -142,40 +142,19 @@ _SHARDED = (
     "every worker has batches of its own, and the optimizer's state is always sharded over all workers; where weights "
     "lie is train.memory.parameters."
 )
-_SPLIT = (
-    "layers and their matrices are not split over GPUs: a clip is, by its tokens (planner.degrees), and weights that "
-    "fit no GPU lie once in each node's memory (train.memory.parameters)."
-)
-_NO_DROPOUT = "LoRA is trained without dropout; captions are dropped by data.caption_dropout."
 _EVERY_STEP = "every step is logged: it has a line in the metrics of its run (below run.dir), and a point in curves."
-_FRAMES = (
-    "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
-    "single_beginning), from any (random, the default), or from one of as many parts, spread evenly over the clip, as "
-    "data.start_frame says (uniform, chunk, slide, multiple_overlapping); frames that lie further apart come by a "
-    "lower data.fps."
-)
-DONE_OTHERWISE = {
+_OTHERWISE = {  # names, and what is done in place of them
     "is_reg": (
         "a set of regularisation is an entry of data.sources with a loss_weight, 1 as the others or below; its weight "
         "says how many of its samples are drawn."
     ),
-    "tp_size": _SPLIT,
-    "tp_degree": _SPLIT,
-    "tensor_parallel_size": _SPLIT,
-    "pipeline_stages": _SPLIT,
-    "pp_degree": _SPLIT,
-    "tensor_model_parallel_size": _SPLIT,
-    "pipeline_model_parallel_size": _SPLIT,
-    "dp_shard": _SHARDED,
-    "dp_replicate": _SHARDED,
-    "dp_shards": _SHARDED,
-    "zero_stage": _SHARDED,
-    "zero_optimization": _SHARDED,
-    "use_distributed_optimizer": _SHARDED,
-    "fsdp": _SHARDED,
-    "log_interval": _EVERY_STEP,
-    "logging_steps": _EVERY_STEP,
-    "steps_per_print": _EVERY_STEP,
+    "tp_size tp_degree tensor_parallel_size tensor_model_parallel_size pipeline_stages pp_degree "
+    "pipeline_model_parallel_size": (
+        "layers and their matrices are not split over GPUs: a clip is, by its tokens (planner.degrees), and weights "
+        "that fit no GPU lie once in each node's memory (train.memory.parameters)."
+    ),
+    "dp_shard dp_replicate dp_shards zero_stage zero_optimization use_distributed_optimizer fsdp": _SHARDED,
+    "log_interval logging_steps steps_per_print": _EVERY_STEP,
     "fp16": (
         "nothing is trained in fp16, whose small gradients need a loss scale; bfloat16 is train.autocast, or "
         "train.parameter_dtype."
@@ -187,12 +166,13 @@ DONE_OTHERWISE = {
         "has no room for it (train.memory.state)."
     ),
     "text_encoder_lr": "text encoders are frozen; train.optimizer.learning_rate is that of the transformer.",
-    "lora_dropout": _NO_DROPOUT,
-    "network_dropout": _NO_DROPOUT,
-    "frame_extraction": _FRAMES,
-    "frame_sample": _FRAMES,
-    "frame_stride": _FRAMES,
-    "video_clip_mode": _FRAMES,
+    "lora_dropout network_dropout": ("LoRA is trained without dropout; captions are dropped by data.caption_dropout."),
+    "frame_extraction frame_sample frame_stride video_clip_mode": (
+        "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
+        "single_beginning), from any (random, the default), or from one of as many parts, spread evenly over the clip, "
+        "as data.start_frame says (uniform, chunk, slide, multiple_overlapping); frames that lie further apart come by "
+        "a lower data.fps."
+    ),
     "framewise_flow_shift": (
         "the shift is that of a clip: train.flow.flow_shift, or by its tokens, and so its frames, "
         "train.flow.token_shift; a noise level for each frame is train.flow.frame_levels."
@@ -201,6 +181,7 @@ DONE_OTHERWISE = {
         "levels between train.flow.min_timestep and train.flow.max_timestep always keep the form of their density."
     ),
 }
+DONE_OTHERWISE = {name: sentence for names, sentence in _OTHERWISE.items() for name in names.split()}
 """Names of settings that have none here, and what is done instead."""
 
 VALUES = {

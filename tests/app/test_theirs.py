@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from app.cli import app
 from app.settings.config import RunConfig
-from app.settings.elsewhere import _THEIRS, DONE_OTHERWISE, ELSEWHERE, IN_FILES
+from app.settings.elsewhere import _OTHERWISE, _THEIRS, DONE_OTHERWISE, ELSEWHERE, IN_FILES
 from app.settings.reference import reference
 from app.settings.theirs import Theirs, as_text, read_theirs, translated
 from ops.typed import ConfigError, dotted_names
@@ -181,6 +181,7 @@ def test_names_and_values_of_finetrainers_and_diffusion_pipe_have_their_places(t
 def test_names_of_files_lead_to_settings_that_exist() -> None:
     assert not IN_FILES.keys() & {*ELSEWHERE, *DONE_OTHERWISE}, "which have the answer already"
     assert len(ELSEWHERE) == sum(len(theirs.split()) for theirs in _THEIRS.values()), "each has one place"
+    assert len(DONE_OTHERWISE) == sum(len(theirs.split()) for theirs in _OTHERWISE), "and here"
     known = {name.replace(".N", "") for name in dotted_names(RunConfig)}
     for place in (place.partition(" (")[0] for place in IN_FILES.values()):
         assert " " in place or any(f"{name}.".startswith(f"{place}.") for name in known), place
