@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from actors.names import label_of
 from app.records.rundir import METRICS
 from app.records.tails import last_line, number_in
-from app.records.tracker import SampleFiles, Scalars
+from app.records.tracker import Scalars, Tracker
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
@@ -25,7 +25,7 @@ CHECKPOINT = "checkpoint/step"  # tag of the newest checkpoint's step
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 
 
-class RayTracker:
+class RayTracker(Tracker):
     """Gauges of Ray (`ray.util.metrics`), which its nodes export to Prometheus; docker/grafana/heddle.json shows them.
 
     The tag perf/mfu is the gauge `heddle_perf_mfu`, which Prometheus sees as `ray_heddle_perf_mfu`, with the label
@@ -34,10 +34,9 @@ class RayTracker:
 
     Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
     whose steps are longer, or do not come, is seen as long as its process lives. `heddle_run_steps` is train.steps,
-    `heddle_checkpoint_every` checkpoint.every; `heddle_step` of a run that goes on is its last one from the start.
+    `heddle_checkpoint_every` checkpoint.every; `heddle_step` of a run that goes on is its last one from the start. Of
+    its end there is no gauge, which might not be exported any more: HeddleUnfinished looks at what is missing.
     """
-
-    quiet = ""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, repeat_s: float = _GAUGES_S) -> None:
         self._run, self._repeat_s = label_of(folder.name), repeat_s
@@ -117,9 +116,6 @@ class RayTracker:
             if self._closed.wait(self._repeat_s):
                 return
 
-    def show(self, step: int, time: float, samples: SampleFiles) -> None:
-        """Gauges are numbers."""
-
     def alert(self, event: RunEvent) -> None:
         """When it happened, in unix seconds: docker/prometheus/heddle.rules.yaml makes alerts of it."""
         import ray
@@ -130,9 +126,6 @@ class RayTracker:
     def forget(self, step: int) -> None:
         """Gauges show the present alone."""
         self._latest = step - 1
-
-    def end(self, code: int) -> None:
-        """A gauge that is set now may not be exported any more: HeddleUnfinished looks at what is missing."""
 
     def close(self) -> None:
         self._closed.set()

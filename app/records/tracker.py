@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from actors.records.events import RunEvent
@@ -30,16 +30,18 @@ class SampleFiles:
         return cls(clips=tuple(clips), prompts=tuple(map(str, prompts)), sheet=sheet)
 
 
-class Tracker(Protocol):
+class Tracker:
     """One place for curves, and for samples where it takes files. Steps come in order; after `forget` from an
-    earlier one again. Figures of a checkpoint, and its samples, come late, with its step."""
+    earlier one again. Figures of a checkpoint, and its samples, come late, with its step. What a place does not take is
+    not overridden."""
 
-    quiet: str  # why nobody sees it where it is usually seen; "": it is seen
+    quiet = ""  # why nobody sees it where it is usually seen; "": it is seen
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         """`time` is in unix seconds."""
 
-    def show(self, step: int, time: float, samples: SampleFiles) -> None: ...
+    def show(self, step: int, time: float, samples: SampleFiles) -> None:
+        """These were made from a checkpoint."""
 
     def alert(self, event: RunEvent) -> None:
         """Somebody should look at this (`app.records.alerts`)."""
@@ -50,4 +52,5 @@ class Tracker(Protocol):
     def end(self, code: int) -> None:
         """The run has ended with this exit code; `close` comes next."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing comes any more."""

@@ -50,10 +50,8 @@ _REST_S, _LONGEST_REST_S = 60.0, 3600.0  # of a tracker that has failed, each tw
 _SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files in `events/` of the run's folder. Of samples it takes the contact sheet: it plays no MP4."""
-
-    quiet = ""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._folder = folder / "events"
@@ -114,15 +112,9 @@ class TensorBoardTracker:
         with self._taking() as writer:
             writer.add_image("samples", pixels, step, walltime=time, dataformats="HWC")
 
-    def alert(self, event: RunEvent) -> None:
-        """TensorBoard calls nobody."""
-
     def forget(self, step: int) -> None:
         self.close()
         self._writer = self._open(step)
-
-    def end(self, code: int) -> None:
-        """It has no place for it."""
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
@@ -130,7 +122,7 @@ class TensorBoardTracker:
             writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run of Weights & Biases, with the settings as its config. WANDB_PROJECT, WANDB_ENTITY and the like are its own
     variables; without a key and without WANDB_MODE it writes to `wandb/` of the run's folder, for `wandb sync`.
 
@@ -178,9 +170,6 @@ class WandbTracker:
         title = f"{event.event}: {self._run.name}"[:_TITLE_LENGTH]
         self._run.alert(title=title, text=event.describe(), wait_duration=_ALERTS_S)
 
-    def forget(self, step: int) -> None:
-        """This tracker has no way to forget a step."""
-
     def end(self, code: int) -> None:
         self._code = code
         if code == Exit.RESUMABLE:
@@ -207,14 +196,12 @@ def _no_key(folder: Path) -> str:
     )
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A run on the tracking server of MLFLOW_TRACKING_URI, in the experiment of MLFLOW_EXPERIMENT_NAME or "heddle",
     with the settings as its parameters. Without that variable it writes to `mlruns/` of the run's folder.
 
     A server that does not answer holds up one step, by some seconds. Steps that are computed again stand there twice.
     """
-
-    quiet = ""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own are seven, over minutes
@@ -275,12 +262,6 @@ class MlflowTracker:
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         for file in (*samples.clips, samples.sheet, samples.sheet.with_suffix(".json")):
             self._client.log_artifact(self._run, str(file), "samples")
-
-    def alert(self, event: RunEvent) -> None:
-        """MLflow calls nobody."""
-
-    def forget(self, step: int) -> None:
-        """This tracker has no way to forget a step."""
 
     def end(self, code: int) -> None:
         self._status = {Exit.OK: "FINISHED", Exit.RESUMABLE: "KILLED"}.get(Exit(code), "FAILED")
