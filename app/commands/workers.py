@@ -81,7 +81,7 @@ def kill_one(run: Run, name: Annotated[str, typer.Argument(help="Name from `hedd
     from app.run.fault import kill_worker
 
     found = kill_worker(run, name)
-    print(f"killed {found.name} (process {found.pid} on {found.host})")
+    print(f"killed {found.worker} (process {found.pid} on {found.host})")
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 from actors.records.events import GenerationFormed, WorkerReady
@@ -15,29 +14,19 @@ from ops.typed import ConfigError
 _ANSWER_S = 60.0  # Ray starts a process on the worker's node
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerProcess:
-    """Where the process of a worker is."""
-
-    name: str
-    node: str
-    host: str
-    pid: int
-
-
-def seated(run: Path) -> dict[str, WorkerProcess]:
+def seated(run: Path) -> dict[str, WorkerReady]:
     """The workers of the run's newest generation, by name; none before the first has formed."""
-    known: dict[str, WorkerProcess] = {}
+    known: dict[str, WorkerReady] = {}
     names: tuple[str, ...] = ()
     for event in RunDir.open(run).events():
         if isinstance(event, WorkerReady):
-            known[event.worker] = WorkerProcess(name=event.worker, node=event.node, host=event.host, pid=event.pid)
+            known[event.worker] = event
         elif isinstance(event, GenerationFormed):
             names = event.workers
     return {name: known[name] for name in names if name in known}
 
 
-def kill_worker(run: Path, name: str) -> WorkerProcess:
+def kill_worker(run: Path, name: str) -> WorkerReady:
     """SIGKILL to this worker's process, on whatever node it is. Raises ConfigError for a run that has ended, and for a
     worker that does not train."""
     monitor(run)  # connects to the run's Ray
