@@ -97,19 +97,14 @@ def note_start(folder: Path) -> None:
 def worth_keeping(folder: Path) -> bool:
     """Whether a run has left something worth keeping: a step, a checkpoint, a list of faults, a traceback, or an end
     that --resume continues. A folder that cannot be read counts as one that has."""
-    metrics = folder / "metrics.jsonl"
+    metrics, outcome = folder / METRICS, read_outcome(folder)
     try:
         return (
             (metrics.is_file() and metrics.stat().st_size > 0)
             or (folder / "checkpoints").is_dir()
             or any((folder / name).is_file() for name in ("bad.jsonl", "error.txt"))
-            or _resumable(folder)
+            or (outcome is not None and outcome.code == Exit.RESUMABLE)
         )
     except OSError as error:
         log.warning("%s: %s", folder, error)
         return True
-
-
-def _resumable(folder: Path) -> bool:
-    outcome = read_outcome(folder)
-    return outcome is not None and outcome.code == Exit.RESUMABLE
