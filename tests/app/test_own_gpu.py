@@ -69,7 +69,7 @@ def profile_over_nodes(gpus: int, folder: Path) -> None:
 
 def fill_a_cache(gpus: int, folder: Path) -> None:
     job: Any = SimpleNamespace(workers=WorkersConfig())
-    list(fill.fill(job, FOUND, len(plans_of(FOUND)), threads=1, need=Need(1.0, float(gpus))))
+    list(fill.fill(job, FOUND, len(plans_of(FOUND)), threads=1, need=Need(1.0, float(gpus)), tell=print))
 
 
 def make_samples(gpus: int, folder: Path) -> None:
