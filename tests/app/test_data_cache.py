@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -267,7 +268,7 @@ def test_hours_of_work_do_not_end_for_a_line_that_nobody_reads(
     made = [(tuple(plan.entries), answer) for plan, answer in zip(plans_of(found), answers, strict=True)]
     monkeypatch.setattr("app.caching.fill.fill", lambda *given, tell, **named: tell("loaded") or (one for one in made))
     monkeypatch.setattr(command, "_capacity", lambda config: 1)
-    monkeypatch.setattr(command, "_LINE_S", 0.0)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=itertools.count(0.0, 60.0).__next__))
     monkeypatch.setattr(sys, "stdout", unread)
     ledger = found.dataset.ledger
     done = command._fill(config, found, ledger)
