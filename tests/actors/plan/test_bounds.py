@@ -11,6 +11,7 @@ import pytest
 from actors.plan.costs.fetching import FetchedWeights
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.schedule.bounds import rolling_bound, step_bound, within
 from actors.plan.schedule.problem import PlanOptions, Problem
@@ -158,13 +159,84 @@ def test_what_a_bound_takes_does_not_grow_with_the_texts_of_its_items(monkeypatc
     assert 0 < len(asked) < 100
 
 
-def test_the_bound_of_pictures_that_share_launches_is_what_their_pack_takes() -> None:
-    """One worker: nothing but one pack of all is quickest, and it has the launches of one."""
+def test_the_bound_of_pictures_that_share_launches_is_what_their_packs_take() -> None:
+    """One worker: nothing but one pack for each expert is quickest, and it has the launches of one: the most of any."""
     made = Profile.from_flops(WanConfig(num_heads=4), launch_s=0.1)
     items = [
-        Item(id=f"i{n}", batch=n, frames=1, height=32 * n, width=64, text_tokens=20, cached=ENCODED) for n in (1, 2, 20)
+        Item(
+            id=f"i{n}{expert}",
+            batch=n,
+            frames=1,
+            height=32 * n,
+            width=64,
+            text_tokens=20,
+            expert=expert,
+            cached=ENCODED,
+        )
+        for n in (1, 2, 20)
+        for expert in (0, 1)
     ]
     (step,) = make_plan([items], made, Cluster(nodes=(1,)), counted(budget_s=0.01)).steps
     assert step.makespan_s == pytest.approx(step.lower_bound_s)
     apart = sum(made.seconds("dit", Samples.of_item(item, item.batch), 1) for item in items)
-    assert step.makespan_s == pytest.approx(apart - 2 * made.once("dit", Samples.of_item(items[0], 1), 1))
+    assert step.makespan_s == pytest.approx(apart - 4 * made.once("dit", Samples.of_item(items[0], 1), 1))
+    ran = [Samples.of_item(item, item.batch) for item in items[2::2]]
+    for part, seconds in [(part, made.seconds("dit", part, 1) / (2 + at)) for at, part in enumerate(ran)]:
+        made.observe("dit", part, 1, seconds)
+    (step,) = make_plan([items], made, Cluster(nodes=(1,)), counted(budget_s=0.01)).steps
+    assert step.makespan_s == pytest.approx(step.lower_bound_s, rel=1e-4)
+
+
+SIZES = {"frames": 17, "height": 64, "width": 64}
+
+
+def bound_of(batches: Sequence[int], made: Profile, cluster: Cluster, split: bool = True) -> float:
+    items = [Item(id=f"i{at}", batch=n, text_tokens=20, cached=ENCODED, **SIZES) for at, n in enumerate(batches)]
+    return step_bound(Problem([items], made, cluster, PlanOptions(split=split)), 0, ("dit",))
+
+
+def test_the_bound_has_the_samples_of_a_large_batch_apart_where_it_may_be_cut() -> None:
+    """Strategies that deal single samples do it in any number, not in up to 16 pieces as others cut a batch."""
+    measured = [
+        {"module": "dit", "degree": 1, "batch": n, "seconds": seconds, "text_tokens": 20, **SIZES}
+        for n, seconds in ((1, 1.0), (20, 40.0))
+    ]
+    made, more = (
+        read_profile({"latency": measured, "extrapolate": extrapolate, "degrees": {"dit": [1]}})
+        for extrapolate in (False, True)
+    )
+    item = Item(id="a", batch=20, text_tokens=20, cached=ENCODED, **SIZES)
+    (step,) = make_plan([[item]], made, Cluster(nodes=(4,)), PlanOptions(strategy="knapsack", budget_s=0.0)).steps
+    assert step.makespan_s == pytest.approx(5.0) and step.lower_bound_s <= 5.0 * (1 + 1e-9)
+    one_slow = Cluster(nodes=(40,), speed=(0.5, *[1.0] * 39))
+    assert bound_of([20], made, one_slow) == pytest.approx(1.0), "as quick as a sample on a quick worker"
+    assert bound_of([20], made, one_slow, split=False) == pytest.approx(40.0)
+    assert bound_of([20], more, one_slow, split=False) == pytest.approx(40.0)
+
+
+def test_the_bound_knows_of_packs_that_noise_has_made_quick() -> None:
+    """Of two clips a pack that ran in less than one of them alone, and one of 11 that no cut of the batches has."""
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    made.observe("dit", Samples.of(1, (17, 64, 64), 20), 1, 3.0)
+    made.observe("dit", Samples.of(2, (17, 64, 64), 20), 1, 1.0)
+    assert bound_of([1, 1], made, Cluster(nodes=(1,))) == pytest.approx(1.0)
+    assert bound_of([1, 1], made, Cluster(nodes=(1,), speed=(2.0,))) == pytest.approx(0.5)
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 22):
+        made.observe("dit", Samples.of(n, (17, 64, 64), 20), 1, 0.2 * n)
+    made.observe("dit", Samples.of(11, (17, 64, 64), 20), 1, 1.1)
+    assert bound_of([10, 12], made, Cluster(nodes=(1,))) <= 2 * 1.1
+    made = Profile.from_flops(WanConfig(num_heads=4))
+    for n, seconds in ((1, 0.1), (2, 4.0), (3, 6.0)):
+        made.observe("dit", Samples.of(n, (17, 64, 64), 20), 1, seconds)
+    assert bound_of([1, 2], made, Cluster(nodes=(1,)), split=False) <= 4.1, "one after the other"
+
+
+def test_the_bound_waits_for_the_longest_encode_of_an_item() -> None:
+    points = [
+        {"module": module, "degree": 1, "batch": 1, "seconds": seconds, **SIZES}
+        for module, seconds in (("text", 2.0), ("vae", 1.0), ("dit", 1.0))
+    ]
+    made = read_profile({"latency": points, "extrapolate": False})
+    problem = Problem([[Item(id="a", batch=1, **SIZES)]], made, Cluster(nodes=(4,)), PlanOptions())
+    assert step_bound(problem, 0, within(problem, 0)) == pytest.approx(3.0)
