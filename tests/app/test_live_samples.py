@@ -107,16 +107,16 @@ def test_what_ray_and_workers_take_to_start_is_no_time_of_the_first_clips(
 def test_a_checkpoint_that_waits_for_its_turn_counts_from_when_it_was_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
+    now = 5.0
     monkeypatch.setattr("app.sampling.rounds.time.monotonic", lambda: now)
     live = samples(tmp_path)
     live.on_checkpoint(39)
     first = live.wanted()
     live.on_checkpoint(79)
-    now = 60.0
+    now = 65.0
     for clip in first:
         live.ended(report(clip))
-    now = 90.0
+    now = 95.0
     *_, event = [live.ended(report(clip)) for clip in live.wanted()]
     assert isinstance(event, SamplesMade) and (event.step, event.seconds) == (79, 90.0)
 
