@@ -91,9 +91,8 @@ class CheckpointRounds(Generic[Work, Made]):
 
 
 def held_checkpoint(checkpoint: Path, at: Path) -> Path:
-    """Links to the files of a checkpoint, which stay when the run removes it before the last aside has read it; the
-    checkpoint itself where the file system has no links."""
-    shutil.rmtree(at, ignore_errors=True)  # of a run that ended in the middle
+    """Links to the files of a checkpoint, `at` a place where nothing is, which stay when the run removes it before the
+    last aside has read it; the checkpoint itself where the file system has no links."""
     try:
         files = list(checkpoint.iterdir())
         at.mkdir(parents=True)

@@ -128,10 +128,9 @@ class LiveHeldOut:
         if not self._every or not stands_for_multiple(step, self._every, before):
             return None
         try:
-            clips = self._measurable()
+            late = self._rounds.put(self._round_of(step, self._measurable()))
         except (DataError, DataIOError, OSError, ValueError) as error:
             return HeldOutFailed(step=step, why=str(error))
-        late = self._rounds.put(self._round_of(step, clips))
         return None if late is None else HeldOutFailed(step=late.step, why="the next one is due and it has not begun")
 
     def close(self) -> None:
@@ -148,8 +147,7 @@ class LiveHeldOut:
         config, self._num_rounds = self._config, self._num_rounds + 1
         held_at = self._held_at / f"{'first' if step < 0 else f'step-{step}'}-{self._num_rounds}"
         folder = "" if step < 0 else str(held_checkpoint(self._checkpoint(step), held_at).resolve())
-        if step < 0:
-            held_at.mkdir(parents=True, exist_ok=True)  # for the controller after this one: not measured yet
+        held_at.mkdir(parents=True, exist_ok=True)  # for the controller after this one: not measured yet
         parts = min(config.workers.max, len(clips))
         works = [
             HeldOutWork(

@@ -551,8 +551,15 @@ def checkpoint_of(run_dir: Path, step: int) -> None:
     (folder / "COMPLETE").write_text(json.dumps({"files": {}}))
 
 
-@pytest.mark.parametrize("end", ["killed", "closed"])
-def test_what_a_controller_was_at_begins_again_with_the_next(folder: Path, tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize("end", ["killed", "closed", "killed, without links"])
+def test_what_a_controller_was_at_begins_again_with_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def refused(file: Path, link: Path) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    if "without" in end:
+        monkeypatch.setattr(os, "link", refused)
     checkpoint_of(tmp_path, 39)
     checkpoint_of(tmp_path, 79)
     before = live_of(folder, tmp_path)

@@ -258,9 +258,14 @@ def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
         raise ray.exceptions.RayError("the node is gone")
 
     monkeypatch.setattr(ray, "get", failed)
+    write_checkpoint(tmp_path, tiny_run(), 79)
     live = samples(tmp_path, 40, f"workers.device={device}")
     live.on_checkpoint(39)
-    event = live.ended(report(live.wanted()[0], failed="2.00 GiB are missing.", no_room=True))
+    clips = live.wanted()
+    live.on_checkpoint(79)
+    event = live.ended(report(clips[0], failed="2.00 GiB are missing.", no_room=True))
+    assert live.wanted() == [] and set(live.dropped()) == {clip.name for clip in clips}
+    assert not list((tmp_path / "samples").glob(".checkpoint*")), "nor is the one that has waited held"
     ending = "2.00 GiB are missing. A task of its own makes them"
     if gpus:  # those of the cluster are its workers'
         ending += " once the run has ended, as its workers hold all GPUs"
