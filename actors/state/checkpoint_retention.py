@@ -113,7 +113,7 @@ def stands_for_multiple(step: int, every: int, before: int | None) -> bool:
     steps = step + 1
     if steps % every == 0:
         return True
-    return before is not None and before < step and steps // every > (before + 1) // every
+    return before is not None and steps // every > (before + 1) // every
 
 
 def _milestones(folders: Sequence[Path], every: int, is_whole: Callable[[Path], bool]) -> set[Path]:

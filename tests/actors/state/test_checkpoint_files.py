@@ -383,10 +383,13 @@ def test_prune_keeps_the_newest_the_multiples_and_what_is_being_written(tmp_path
     for step in (9, 19, 24, 29, 39):  # after 10, 20, ... steps
         write(tmp_path, step)
     begin(step_folder(tmp_path, 4))  # a torn one of long ago
-    begin(step_folder(tmp_path, 49))  # being written
-    removed = prune(tmp_path, keep_last=2, keep_every=20)
-    assert [folder.name for folder in removed] == ["step-4", "step-9", "step-24"]
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-19", "step-29", "step-39", "step-49"]
+    begin(step_folder(tmp_path, 37))  # one of late
+    for step in (34, 49):
+        begin(step_folder(tmp_path, step))  # being written
+    removed = prune(tmp_path, keep_last=2, keep_every=20, writing={34})
+    assert [folder.name for folder in removed] == ["step-4", "step-9", "step-24", "step-37"]
+    left = ["step-19", "step-29", "step-34", "step-39", "step-49"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == left
 
 
 def test_milestones_are_kept_where_storage_is_slower_than_checkpoints_are_due(tmp_path: Path) -> None:
@@ -462,11 +465,12 @@ def test_a_checkpoint_that_was_seen_whole_is_looked_at_again_once_it_is_another_
 
 
 def test_prune_removes_no_checkpoint_where_all_are_kept(tmp_path: Path) -> None:
-    for step in (9, 19, 29):
+    for step in (9, 19, 29, 39):
         write(tmp_path, step)
-    begin(step_folder(tmp_path, 4))  # a torn one of long ago
-    assert [folder.name for folder in prune(tmp_path, keep_last=0)] == ["step-4"]
-    assert [folder.name for folder in complete(tmp_path)] == ["step-9", "step-19", "step-29"]
+    for step in (4, 24, 34):
+        begin(step_folder(tmp_path, step))  # torn
+    assert [folder.name for folder in prune(tmp_path, keep_last=0, until=29)] == ["step-4", "step-24"]
+    assert [folder.name for folder in complete(tmp_path)] == ["step-9", "step-19", "step-29", "step-39"]
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
