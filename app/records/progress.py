@@ -135,7 +135,6 @@ class ProgressBar:
 
     def __init__(self, what: str, quiet: bool = False, tell: Callable[[str], None] | None = None) -> None:
         from rich.console import Console
-        from rich.markup import escape
         from rich.progress import MofNCompleteColumn, Progress
 
         moves = _moves(sys.stderr) and not quiet
@@ -150,7 +149,7 @@ class ProgressBar:
             redirect_stdout=sys.stdout.isatty(),
             disable=not moves,
         )
-        self._task = self._bar.add_task(escape(what), total=None)
+        self._task = self._bar.add_task(what, total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
         self._bar.start()

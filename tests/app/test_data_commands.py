@@ -334,7 +334,24 @@ def test_a_bar_moves_on_a_terminal_alone_and_leaves_stdout_as_it_is(monkeypatch,
         print("1 of 4 entries")
         progress(4, 4)
     assert out.getvalue() == "1 of 4 entries\n"
-    assert ("encoding" in err.getvalue()) == moves and bool(err.getvalue()) == moves
+    assert ("encoding" in err.getvalue()) == ("4/4" in err.getvalue()) == moves and bool(err.getvalue()) == moves
+    assert sys.stderr is err, "what warns after it has no bar to go around"
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["log", "terminal"])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_where_no_bar_moves_a_line_comes_every_half_a_minute(monkeypatch, moves: bool, quiet: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", Terminal() if moves else io.StringIO())
+    now, told = 100.0, list[str]()
+    monkeypatch.setattr("app.records.progress.time.monotonic", lambda: now)
+    with ProgressBar("steps of 2 clips", quiet=quiet, tell=told.append) as progress:
+        for at, done in ((129.0, 0), (130.0, 0), (150.0, 5), (160.0, 6)):
+            now = at
+            progress(done, 8)
+    lines = ["steps of 2 clips: 0/8, 0:04:00 left", "steps of 2 clips: 6/8, 0:00:20 left"]
+    assert told == ([] if moves and not quiet else lines)
+    assert ("steps of 2 clips" in sys.stderr.getvalue()) == (moves and not quiet)
 
 
 def test_an_infinite_score_is_counted_and_in_no_quantile(folder):

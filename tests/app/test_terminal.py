@@ -18,7 +18,7 @@ from actors.outcome import Exit
 from actors.pool.device import WorkersDevice
 from app.inputs.synthetic import synth
 from app.proof.disturbance import _ALL, _DONE, Disturber
-from app.records.progress import ProgressLine
+from app.records.progress import ProgressBar, ProgressLine
 from app.run import strategies
 from app.run.cluster import check_capacity, on_usable
 from app.run.launch import _check_cache
@@ -141,9 +141,14 @@ def test_a_terminal_that_is_gone_fails_no_run(monkeypatch: pytest.MonkeyPatch) -
     """Where SIGHUP is ignored, as under nohup, the first write says so: EIO."""
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = os.openpty()
-    with open(theirs, "w") as terminal, open(os.dup(theirs), "w") as other:
+    with open(theirs, "w") as terminal, open(os.dup(theirs), "w") as other, open(os.dup(theirs), "w") as err:
         progress = ProgressLine(3, terminal)
-        os.close(ours)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", err)
+            with ProgressBar("encoding") as told:
+                os.close(ours)
+                told(1, 4)
+                print("a warning", file=sys.stderr)
         progress.say("worker w1: dead")
         progress.close()
         say("done: 3 steps", terminal)
