@@ -73,7 +73,7 @@ class ListSchedule:
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
         self.inputs = EarlyInputs(problem, context)
-        self._consumer = {pred: job for job in jobs for pred in job.preds} if together and self.inputs.cost else {}
+        self._consumer = {pred: job for job in jobs for pred in job.preds} if together else {}
         self.begin = [0.0] * len(jobs)
         self.end = [0.0] * len(jobs)
         self.placed: list[Placement] = []

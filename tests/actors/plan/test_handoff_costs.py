@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -12,8 +14,8 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlanOptions, Problem, StepContext
-from actors.plan.strategies.search.step_jobs import own_jobs
-from actors.plan.types import Cluster, EarlyEncode, Item
+from actors.plan.strategies.search.step_jobs import StepsAhead, later_jobs, own_jobs
+from actors.plan.types import ENCODED, Cluster, EarlyEncode, Item
 from actors.planning.actor import fetches
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
@@ -136,3 +138,53 @@ def test_encodes_that_run_ahead_do_not_hold_up_the_next_step_by_their_handoffs(l
         for options in (PlanOptions(budget_s=0.0, lookahead=1), PlanOptions(budget_s=0.0, lookahead=0))
     )
     assert ahead <= alone * 1.1
+
+
+SIZES = {"batch": 1, "frames": 17, "height": 64, "width": 64}
+
+
+def priced(latency_s: float, dit_s: float) -> Profile:
+    """Encodes of a second, VAE's on two workers, too."""
+    seconds = {("text", 1): 1.0, ("vae", 1): 1.0, ("vae", 2): 1.0, ("dit", 1): dit_s}
+    points = [
+        {"module": module, "degree": degree, "seconds": took, **SIZES} for (module, degree), took in seconds.items()
+    ]
+    return read_profile({"latency": points, "extrapolate": False, "handoff": {"latency_s": latency_s}})
+
+
+@pytest.mark.parametrize(("latency_s", "ahead"), [(0.5, 2), (7.5, 2), (8.5, 1), (9.5, 0)])
+def test_encodes_run_ahead_where_their_handoffs_are_over_by_the_end_of_the_step(latency_s: float, ahead: int) -> None:
+    """Beside a dit of 10 s on the first of two workers, after which there is no gap."""
+    steps = [[Item(id="x", cached=ENCODED, **SIZES)], [Item(id="y", **SIZES)]]
+    problem = Problem(steps, priced(latency_s, dit_s=10.0), Cluster(nodes=(2,)), PlanOptions())
+    schedule = ListSchedule(problem, own_jobs(problem, problem.start, 0), problem.start)
+    schedule.place(0, 1)
+    schedule.fill(math.inf, later_jobs(problem, problem.start, 0, StepsAhead((1,))))
+    assert [schedule.end[placed.job] for placed in schedule.placed] == [10.0, 1.0, 2.0][: 1 + ahead]
+
+
+def test_an_encode_goes_to_the_one_of_its_item_that_ran_before_also_on_another_node() -> None:
+    early = (EarlyEncode(item="x", module="text", workers=(1,), end_s=0.0),)
+    problem = Problem(
+        [[Item(id="x", **SIZES)]], priced(5.0, dit_s=1.0), Cluster(nodes=(1, 1)), PlanOptions(), done=early
+    )
+
+    def placed(degree: int, together: bool) -> dict[int, tuple[int, ...]]:
+        schedule = ListSchedule(problem, own_jobs(problem, problem.start, 0), problem.start, together=together)
+        schedule.place(0, degree)
+        return schedule.where
+
+    assert placed(1, together=False) == {0: (0,)} and placed(1, together=True) == {0: (1,)}
+    assert placed(2, together=True) == {0: (0, 1)}, "no node has two"
+
+
+def test_an_encode_that_is_no_hurry_for_its_dit_goes_where_it_ends_first() -> None:
+    """Its dit waits for a text of worker 0 longer than for latents of worker 1 with their handoff."""
+    early = (EarlyEncode(item="x", module="text", workers=(0,), end_s=10.0),)
+    problem = Problem(
+        [[Item(id="x", **SIZES)]], priced(5.0, dit_s=1.0), Cluster(nodes=(1, 1)), PlanOptions(), done=early
+    )
+    context = StepContext((3.0, 0.0), 0.0, {})
+    schedule = ListSchedule(problem, own_jobs(problem, context, 0), context, together=True)
+    schedule.place(0, 1)
+    assert schedule.where == {0: (1,)}
