@@ -144,11 +144,13 @@ def test_a_vae_without_tiles_is_dealt_by_clips() -> None:
 
 def test_observed_cascades_correct_their_point_and_their_neighbours() -> None:
     profile = Profile.from_flops(WanConfig())
-    before = profile.seconds("dit", Samples.of(4, (17, 64, 96), 20), 1)
+    ran = Samples.of(2, (17, 64, 96), 20)
+    before, modes = profile.seconds("dit", Samples.of(4, (17, 64, 96), 20), 1), profile.modes("dit", ran)
     factor = 3.0
     for _ in range(3):
-        profile.observe("dit", Samples.of(2, (17, 64, 96), 20), 1, factor * 0.05)
-    assert profile.seconds("dit", Samples.of(2, (17, 64, 96), 20), 1) == pytest.approx(0.15)
+        profile.observe("dit", ran, 1, factor * 0.05)
+    assert profile.seconds("dit", ran, 1) == pytest.approx(0.15)
+    assert profile.modes("dit", ran)[0] == (1, profile.seconds("dit", ran, 1)) != modes[0]
     assert profile.seconds("dit", Samples.of(4, (17, 64, 96), 20), 1) != before
     with pytest.raises(ValueError):
         profile.observe("dit", Samples.of(2, (17, 64, 96)), 1, math.nan)
