@@ -215,7 +215,7 @@ def test_the_bound_has_the_samples_of_a_large_batch_apart_where_it_may_be_cut() 
 
 
 def test_the_bound_knows_of_packs_that_noise_has_made_quick() -> None:
-    """Of two clips a pack that ran in less than one of them alone, and one of 11 that no cut of the batches has."""
+    """A pack of two clips that ran in less than one of them alone, and one of 11 that no cut of the batches has."""
     made = Profile.from_flops(WanConfig(num_heads=4))
     made.observe("dit", Samples.of(1, (17, 64, 64), 20), 1, 3.0)
     made.observe("dit", Samples.of(2, (17, 64, 64), 20), 1, 1.0)

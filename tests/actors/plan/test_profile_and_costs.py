@@ -20,7 +20,7 @@ from actors.plan.costs.known import KnownCosts
 from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
-from actors.plan.costs.spanning import BagSpread
+from actors.plan.costs.spanning import BagSpread, SpanningPoint
 from actors.plan.costs.topology import CrossNode, Topology
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.make_plan import make_plan
@@ -363,3 +363,14 @@ def test_a_price_by_bags_over_nodes_follows_what_ran_since() -> None:
     for _ in range(2):
         made.observe("dit", part, 2, 8.0, spanned=BagSpread.of(3, 1.0))
     assert made.seconds("dit", part, 2) == pytest.approx(2 * before)
+
+
+def test_counts_are_known_that_were_measured_or_ran_on_one_node_or_over_several() -> None:
+    made, shape = (
+        read_profile({"latency": [{**ENTRY, "batch": 2}, {**ENTRY, "batch": 9, "module": "vae"}]}),
+        (17, 64, 64),
+    )
+    made.observe("dit", Samples.of(3, shape), 1, 2.0)
+    made.observe("dit", Samples.of(4, shape), 2, 2.0, spanned=BagSpread.of(2, 1.0))
+    made.count_over_nodes([SpanningPoint(batch=5, frames=17, height=64, width=64, degree=2, nodes=2, seconds=1.0)])
+    assert made.known_counts("dit", shape) == {2, 3, 4, 5}
