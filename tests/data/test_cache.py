@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.cache import Cache, CacheWriter, EntryNames, latent_key, latent_keys, text_key
+from data.cache import Cache, CacheWriter, EntryNames, Listing, latent_key, latent_keys, text_key
 from data.config import CacheConfig, DataConfig, LimitsConfig
 from data.decode import AVI_VERSION, DECODE_VERSION, PICTURE_VERSION, RESAMPLED_VERSION, TURNED_VERSION
 from data.errors import DataIOError, DataUnreachable
@@ -353,3 +353,14 @@ def test_storage_that_fails_is_no_fault_of_a_sample(tmp_path: Path, monkeypatch:
     (tmp_path / "text").rename(tmp_path / "elsewhere")
     with pytest.raises(DataIOError, match="text is gone"):
         store.take("text", key, range(5), 8)
+
+
+def test_a_listing_has_all_of_another_where_no_entry_and_no_mark_has_gone() -> None:
+    def names(*keys: int) -> EntryNames:
+        return EntryNames(b"".join(bytes([key]) * 32 for key in keys))
+
+    before = Listing(entries=names(1, 2), bad=names(3))
+    unmarked = Listing(entries=names(1, 2), bad=names())
+    assert Listing(entries=names(1, 2, 3, 4), bad=names()).has_all_of(before), "a mark has become an entry"
+    assert not unmarked.has_all_of(before) and before.has_all_of(unmarked)
+    assert unmarked.digest() != before.digest()

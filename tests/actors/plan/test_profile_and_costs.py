@@ -374,3 +374,12 @@ def test_counts_are_known_that_were_measured_or_ran_on_one_node_or_over_several(
     made.observe("dit", Samples.of(4, shape), 2, 2.0, spanned=BagSpread.of(2, 1.0))
     made.count_over_nodes([SpanningPoint(batch=5, frames=17, height=64, width=64, degree=2, nodes=2, seconds=1.0)])
     assert made.known_counts("dit", shape) == {2, 3, 4, 5}
+
+
+def test_points_of_a_file_that_were_priced_before_follow_what_ran_since() -> None:
+    made = read_profile({"latency": [ENTRY, {**ENTRY, "frames": 33, "seconds": 4.0}], "extrapolate": False})
+    other = Samples.of(1, (33, 64, 64))
+    assert made.seconds("dit", other, 1) == 4.0
+    for _ in range(3):
+        made.observe("dit", Samples.of(1, (17, 64, 64)), 1, 4.0)
+    assert made.seconds("dit", other, 1) == pytest.approx(8.0)
