@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from actors.aside_turns import TurnReport, TurnTask
 from actors.records.events import SamplesFailed, SamplesMade
@@ -156,9 +157,13 @@ def test_files_appear_as_they_are_made_and_the_last_one_is_told(tmp_path: Path) 
     live, folder = samples(tmp_path), tmp_path / "samples"
     live.on_checkpoint(39)
     first, second = live.wanted()
-    assert live.ended(report(second)) is None
+    white = MadeClip(mp4=b"", shown=np.full((4, 8, 8, 3), 255, np.uint8))
+    assert live.ended(report(second, made=white)) is None
     assert [path.name for path in folder.iterdir()] == ["step-39-01.mp4"]
     event = live.ended(report(first))
+    sheet = np.asarray(Image.open(folder / "step-39.png"), float)
+    half = len(sheet) // 2
+    assert sheet[:half].mean() < sheet[half:].mean(), "in the order of the prompts"
     assert isinstance(event, SamplesMade) and event.step == 39
     files = ["samples/step-39-00.mp4", "samples/step-39-01.mp4", "samples/step-39.png"]
     assert list(event.samples) == files and all((tmp_path / file).is_file() for file in files)
