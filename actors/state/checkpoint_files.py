@@ -489,7 +489,7 @@ def may_be_later(folder: Path) -> bool:
     try:
         _listed(folder)
     except (OSError, CheckpointError) as error:
-        return isinstance(error, LaterFormat) or (isinstance(error, OSError) and error.errno in UNREACHABLE)
+        return may_pass(error)
     return False
 
 

@@ -639,15 +639,16 @@ def test_a_checkpoint_of_a_later_version_is_neither_damaged_nor_none_and_stays(t
     assert prune(tmp_path, keep_last=1) == [] and newest.is_dir() and folder.is_dir()
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES])
 def test_one_that_storage_does_not_tell_of_may_be_of_a_later_version_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders, read = [write(tmp_path, step) for step in (9, 19, 29)], Path.read_bytes
     of_later_version(folders[0])
 
     def stale(path: Path) -> bytes:
         if path.parent == folders[0]:
-            raise OSError(errno.ESTALE, "Stale file handle")
+            raise OSError(code, os.strerror(code))
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", stale)
