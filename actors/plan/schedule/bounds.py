@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.plan.costs.point import Samples
 from actors.plan.schedule.problem import ItemKey, Problem
 from actors.plan.types import ENCODED, MODULES, Item, Module
 from ops.geometry import PixelShape
@@ -124,7 +125,8 @@ def _most(problem: Problem, item: Item, degree: int, whole: int) -> int:
     few, many = 0, whole - 1
     while few < many:
         count = (few + many + 1) // 2
-        if any(one == degree for one, _ in problem.modes("dit", item, count)):
+        by_memory = problem.profile.modes("dit", Samples.of_item(item, count), problem.room_gib)
+        if any(one == degree for one, _ in by_memory):
             few = count
         else:
             many = count - 1

@@ -145,6 +145,22 @@ def test_a_cascade_of_as_many_samples_as_memory_allows_is_priced(
     assert step.lower_bound_s <= step.makespan_s * (1 + 1e-9)
 
 
+def test_of_degrees_that_a_limit_of_peers_hides_the_largest_cascade_is_priced_as_well() -> None:
+    """Bags of three hide those of four, but not where memory has room for four alone."""
+    made = Profile.from_flops(LatteConfig(), launch_s=0.1, degrees=(3, 4))
+    units = made.footprint("dit", [Samples.of(1, (17, 32, 32), 20)], 1).units
+    made.needs.limits["dit", "solo"] = made.needs.limits["dit", "bag"] = 3.3 * units
+    bounds, cluster = list[float](), Cluster(nodes=(4,))
+    for items, each in ((39, 1), (3, 13)):
+        clips = [
+            Item(id=f"i{n}", batch=each, frames=17, height=32, width=32, text_tokens=20, cached=ENCODED)
+            for n in range(items)
+        ]
+        (step,) = make_plan([clips], made, cluster, counted(budget_s=0.01, bag_peers=2)).steps
+        bounds.append(step.lower_bound_s)
+    assert bounds[0] <= step.makespan_s * (1 + 1e-9)
+
+
 def test_what_a_bound_takes_does_not_grow_with_the_texts_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[Samples]()
     price = Problem._price
