@@ -38,11 +38,12 @@ def put_text(path: Path, text: str) -> None:
 @contextmanager
 def out_file(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of an earlier file, which a full disk leaves as it was. What is no file, such
-    as a pipe or /dev/null, and a file in a folder that takes no others, are written as they are."""
+    as a pipe or /dev/null, a file that is mounted or has no name any more, and one in a folder that takes no others,
+    are written as they are."""
     target = Path(os.path.realpath(path))  # what a link leads to, whose place is not for a page
-    if path.exists() and not path.is_file():  # /dev/stdout may lead to what has no path
+    if path.exists() and not (path.is_file() and target.exists()):  # /dev/stdout may lead to what has no path
         yield path
-    elif not os.access(target.parent, os.W_OK | os.X_OK):
+    elif os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK):
         yield target
     else:
         with whole_file(target) as part:

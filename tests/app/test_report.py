@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NoReturn
 
 import av
@@ -334,6 +335,21 @@ def test_a_page_goes_into_a_pipe_as_it_is(tmp_path: Path) -> None:
     os.close(theirs)
     with open(ours) as end:
         assert end.read() == "of a run"
+
+
+def test_a_file_that_is_mounted_or_has_no_name_is_written_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing takes the place of a file that a container mounts."""
+    with TemporaryFile("w+") as unnamed:
+        put_text(Path(f"/dev/fd/{unnamed.fileno()}"), "of a run")
+        assert unnamed.read() == "of a run"
+    page = tmp_path / "page.html"
+    page.touch()
+    before = page.stat().st_ino
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == page)
+    put_text(page, "of a run")
+    assert page.stat().st_ino == before and page.read_text() == "of a run"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
