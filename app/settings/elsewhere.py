@@ -166,7 +166,7 @@ _OTHERWISE = {  # names, and what is done in place of them
         "has no room for it (train.memory.state)."
     ),
     "text_encoder_lr": "text encoders are frozen; train.optimizer.learning_rate is that of the transformer.",
-    "lora_dropout network_dropout": ("LoRA is trained without dropout; captions are dropped by data.caption_dropout."),
+    "lora_dropout network_dropout": "LoRA is trained without dropout; captions are dropped by data.caption_dropout.",
     "frame_extraction frame_sample frame_stride video_clip_mode": (
         "of a longer clip each draw takes successive frames, from its first one (data.start_frame fixed, as head or "
         "single_beginning), from any (random, the default), or from one of as many parts, spread evenly over the clip, "

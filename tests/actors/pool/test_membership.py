@@ -843,7 +843,7 @@ def test_before_anything_has_run_the_planner_says_what_is_missing() -> None:
 # Storms -------------------------------------------------------------------------------------------------------------
 
 WORKERS = st.integers(0, 11)
-SEEN = st.one_of(  # what a look may see; deaths and breaks come from steps, one at a time
+SEEN = st.one_of(  # what a look may see, also of workers that are not there; deaths and breaks of such come alone
     st.builds(came, WORKERS, st.sampled_from("abc")),
     st.builds(RecoveredWorker, worker=WORKERS),
     st.builds(LifeSign, worker=WORKERS),
